@@ -1,0 +1,62 @@
+"""Layered reinforcement learning trainers in JAX.
+
+>>> from rl_trainers import PPOJoint, RLTask
+>>> PPOJoint(RLTask('CartPole-v1', num_envs=8)).run(50)
+"""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def _configure_jax() -> None:
+    """Two process-wide settings of JAX that users can override by JAX's own environment variables.
+
+    On a CPU a call per environment step is faster without a hand-over to another thread; and compiled
+    programs are kept for the next process.
+    """
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "rl_trainers" / "jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+
+
+_configure_jax()
+
+from rl_trainers import advantages, losses, models, optimizers  # noqa: E402
+from rl_trainers.distributions import create_distribution  # noqa: E402
+from rl_trainers.joint import (  # noqa: E402
+    A2CJoint,
+    ActorCriticJointTrainer,
+    AWRJoint,
+    PPOJoint,
+)
+from rl_trainers.policy_trainer import (  # noqa: E402
+    ExamplePolicyTrainer,
+    ExpertIteration,
+    PolicyGradient,
+    PolicyTrainer,
+)
+from rl_trainers.task import RLTask  # noqa: E402
+from rl_trainers.trainer import RLTrainer  # noqa: E402
+
+__all__ = [
+    "A2CJoint",
+    "AWRJoint",
+    "ActorCriticJointTrainer",
+    "ExamplePolicyTrainer",
+    "ExpertIteration",
+    "PPOJoint",
+    "PolicyGradient",
+    "PolicyTrainer",
+    "RLTask",
+    "RLTrainer",
+    "advantages",
+    "create_distribution",
+    "losses",
+    "models",
+    "optimizers",
+]

@@ -1,0 +1,368 @@
+"""The command line: ``rl-trainers train | eval | plot``.
+
+A run is described by gin files and bindings. They are checked before any environment is made: names that
+do not exist, and bindings that this run would not use, stop it with the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import gin
+import numpy as np
+import optax
+from etils import epath
+
+import rl_trainers
+from rl_trainers import metrics, models
+
+_CONFIG = "config.gin"
+_N_FINAL_EPISODES = 20
+
+for _name in ("tanh", "relu", "gelu", "silu", "elu"):
+    gin.external_configurable(getattr(nn, _name), _name, module="flax.linen")
+for _name in ("linear_schedule", "cosine_decay_schedule", "warmup_cosine_decay_schedule"):
+    gin.external_configurable(getattr(optax, _name), _name, module="optax")
+for _name in ("adam", "adamw", "rmsprop", "sgd", "lion"):
+    gin.external_configurable(getattr(optax, _name), _name, module="optax")
+
+_IMPLIED = {
+    rl_trainers.ActorCriticJointTrainer: (models.PolicyAndValue,),
+    rl_trainers.PolicyTrainer: (models.Policy,),
+    models.PolicyAndValue: (models.MLP, models.AtariCnn),
+    models.Policy: (models.MLP, models.AtariCnn),
+}
+"""What is used where a binding is missing, besides the defaults that signatures show."""
+
+
+@gin.configurable(module="rl_trainers")
+def train(
+    output_dir: str | None = None,
+    trainer: Callable = rl_trainers.PPOJoint,
+    n_epochs: int = 100,
+    progress: bool = True,
+) -> rl_trainers.RLTrainer:
+    """Trains until ``n_epochs`` epochs are done, continuing a run found in ``output_dir``.
+
+    Args:
+        output_dir: where metrics, checkpoints and the effective configuration go.
+        trainer: trainer class, called as ``trainer(task, output_dir=...)``.
+        n_epochs: in all, those of an interrupted run included.
+        progress: show a progress display.
+
+    Returns:
+        The trainer.
+    """
+    trainer_ = trainer(rl_trainers.RLTask(), output_dir=output_dir)
+    if output_dir is not None:
+        _write_config(epath.Path(output_dir), trainer_)
+    with _finish_epoch_on_interrupt(trainer_):
+        trainer_.run(n_epochs, n_epochs_is_total_epochs=True, progress=progress)
+    return trainer_
+
+
+def load(output_dir: str) -> rl_trainers.RLTrainer:
+    """The trainer of a run that the command line started, with its newest checkpoint.
+
+    Args:
+        output_dir: directory of the run; nothing is written there.
+
+    Raises:
+        FileNotFoundError: if there is no run in it.
+    """
+    config = epath.Path(output_dir) / _CONFIG
+    if not config.exists():
+        raise FileNotFoundError(f"{output_dir} holds no {_CONFIG}; give the output_dir of a training run")
+    gin.clear_config()
+    gin.parse_config(config.read_text())
+    trainer = _bound("train", "trainer", rl_trainers.PPOJoint)(rl_trainers.RLTask())
+    if not trainer.restore(output_dir):
+        raise FileNotFoundError(f"{output_dir} holds no complete checkpoint yet")
+    return trainer
+
+
+# Checking bindings.
+
+
+def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bool = False) -> None:
+    """Parses gin files and bindings and checks every name in them; later ones win.
+
+    Args:
+        config_files: paths.
+        bindings: lines such as ``'PPOJoint.epsilon = 0.1'``.
+        allow_unused: accept bindings that this run does not use.
+
+    Raises:
+        ValueError: for names that do not exist and for bindings without effect; names the nearest valid
+            one.
+    """
+    gin.clear_config()
+    text = "\n".join([epath.Path(path).read_text() for path in config_files] + list(bindings))
+    try:
+        gin.parse_config(text)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(_with_nearest(str(error))) from error
+    used = _used()
+    unused = []
+    for (scope, selector), arguments in gin.config._CONFIG.items():
+        if selector == "gin.macro":
+            continue
+        target = _wrapped(selector)
+        valid = _parameters(target)
+        name = selector.rpartition(".")[2]
+        for argument in arguments:
+            if argument not in valid:
+                raise ValueError(
+                    f"{name}.{argument}: {name} has no parameter {argument!r}; nearest: "
+                    f"{_nearest(argument, valid)!r}"
+                )
+            if (scope, selector) not in used and ("", selector) not in used:
+                unused.append(f"{scope + '/' if scope else ''}{name}.{argument}")
+    if unused and not allow_unused:
+        names = sorted({selector.rpartition(".")[2] for _, selector in used})
+        first = unused[0].rpartition("/")[2].partition(".")[0]
+        raise ValueError(
+            f"this run would not use: {', '.join(unused)}. Nearest that it uses: "
+            f"{_nearest(first, names)!r}; --allow_unused runs all the same"
+        )
+
+
+def _wrapped(selector: str) -> Any:
+    return gin.config._REGISTRY[selector].wrapped
+
+
+def _parameters(target: Any) -> list[str]:
+    """Parameters that a function or class takes, those that ``**kwargs`` passes to bases included."""
+    found: dict[str, None] = {}
+    for base in inspect.getmro(target) if inspect.isclass(target) else [target]:
+        function = base.__init__ if inspect.isclass(base) else base
+        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+        found.update(dict.fromkeys(p.name for p in parameters if p.kind.name.endswith("KEYWORD_ONLY")))
+        found.update(dict.fromkeys(p.name for p in parameters if p.kind.name.endswith("OR_KEYWORD")))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    found.pop("self", None)
+    return list(found)
+
+
+def _used() -> set[tuple[str, str]]:
+    """``(scope, selector)`` of everything that the configured run can build."""
+    registry = gin.config._REGISTRY
+    selectors = {id(entry.wrapped): entry.selector for entry in registry.values()}
+    selectors |= {id(entry.wrapper): entry.selector for entry in registry.values()}
+    roots = (train, rl_trainers.RLTask, rl_trainers.create_distribution)
+    todo = [("", selectors[id(x)]) for x in roots if id(x) in selectors]
+    seen: set[tuple[str, str]] = set()
+    while todo:
+        scope, selector = todo.pop()
+        if (scope, selector) in seen:
+            continue
+        seen.add((scope, selector))
+        target = _wrapped(selector)
+        bound: dict[str, Any] = {}
+        for level in {"", scope}:
+            bound |= gin.config._CONFIG.get((level, selector), {})
+        for value in bound.values():
+            todo += [("/".join(r.scopes), r.selector) for r in _references(value)]
+        for value in _defaults(target, bound):
+            if id(value) in selectors:
+                todo.append(("", selectors[id(value)]))
+    return seen
+
+
+def _references(value: Any) -> Iterator[Any]:
+    if isinstance(value, gin.config.ConfigurableReference):
+        yield value
+        macro = gin.config._CONFIG.get(("/".join(value.scopes), "gin.macro"), {})
+        for inner in macro.values():
+            yield from _references(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _references(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _references(inner)
+
+
+def _defaults(target: Any, bound: dict[str, Any]) -> Iterator[Any]:
+    for base in inspect.getmro(target) if inspect.isclass(target) else [target]:
+        function = base.__init__ if inspect.isclass(base) else base
+        for p in inspect.signature(inspect.unwrap(function)).parameters.values():
+            if p.name not in bound and callable(p.default):
+                yield p.default
+        for implied in _IMPLIED.get(base, ()):
+            yield implied
+
+
+def _nearest(name: str, valid: Sequence[str]) -> str:
+    return (difflib.get_close_matches(name, valid, 1, 0.0) or ["?"])[0]
+
+
+def _with_nearest(message: str) -> str:
+    """Adds the nearest valid name to gin's message about a configurable that does not exist."""
+    quoted = message.split("'")[1] if message.count("'") >= 2 else ""
+    names = [selector.rpartition(".")[2] for selector in gin.config._REGISTRY._selector_map]
+    if "No configurable matching" not in message or not quoted:
+        return message
+    return f"{message.strip()}; nearest: {_nearest(quoted.rpartition('.')[2], names)!r}"
+
+
+def _bound(configurable: str, parameter: str, default: Any) -> Any:
+    try:
+        value = gin.query_parameter(f"{configurable}.{parameter}")
+    except ValueError:
+        return default
+    return value.configurable.wrapper if hasattr(value, "configurable") else value
+
+
+# Running.
+
+
+def _write_config(directory: epath.Path, trainer: rl_trainers.RLTrainer) -> None:
+    """Keeps the effective configuration; says what changed since the run was last continued."""
+    text = gin.operative_config_str()
+    path = directory / _CONFIG
+    if path.exists():
+        old, new = path.read_text().splitlines(), text.splitlines()
+        changes = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] != "@@"]
+        for line in changes[2:]:
+            logging.getLogger(__name__).warning("the configuration has changed: %s", line)
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    trainer.write_text("gin_config", text)
+
+
+class _finish_epoch_on_interrupt:
+    """The first Ctrl-C ends the run after the running epoch, with a checkpoint; the second at once."""
+
+    def __init__(self, trainer: rl_trainers.RLTrainer):
+        self._trainer = trainer
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._stop)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _stop(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+        self._trainer.stop()
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    bindings = list(arguments.config)
+    config = epath.Path(arguments.output_dir) / _CONFIG
+    files = list(arguments.config_file)
+    if not files and config.exists():
+        files = [str(config)]
+    if arguments.seed is not None:
+        bindings += [f"seed = {arguments.seed}", "RLTask.seed = %seed"]
+    parse(files, bindings, arguments.allow_unused)
+    if arguments.seed is not None:
+        trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
+        gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)
+    trainer = train(arguments.output_dir)
+    trainer.save()
+    _report(trainer, arguments.output_dir)
+    trainer.close()
+    return 0
+
+
+def _report(trainer: rl_trainers.RLTrainer, output_dir: str) -> None:
+    episodes = trainer.evaluate(_N_FINAL_EPISODES)
+    picture = str(epath.Path(output_dir) / "curves.png")
+    metrics.plot_curves([output_dir], picture)
+    print(
+        f"\n{_N_FINAL_EPISODES} greedy episodes: return {np.mean(episodes.returns):.1f} "
+        f"± {np.std(episodes.returns):.1f}\n"
+        f"learning curve   {picture}\n"
+        f"TensorBoard      tensorboard --logdir {output_dir}\n"
+        f"checkpoint       {output_dir}/checkpoints (epoch {trainer.current_epoch})\n"
+        f"evaluate again   rl-trainers eval {output_dir}\n"
+        f"continue         rl-trainers train --output_dir {output_dir} "
+        f"--config 'train.n_epochs = {2 * trainer.current_epoch}'"
+    )
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    trainer = load(arguments.output_dir)
+    episodes = trainer.evaluate(arguments.n_episodes, arguments.temperature)
+    trainer.close()
+    result = {
+        "epoch": trainer.current_epoch,
+        "n_episodes": len(episodes.returns),
+        "return_mean": float(np.mean(episodes.returns)),
+        "return_std": float(np.std(episodes.returns)),
+        "length_mean": float(np.mean(episodes.lengths)),
+        "returns": [float(x) for x in episodes.returns],
+    }
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(
+            f"epoch {result['epoch']}, {result['n_episodes']} episodes: return "
+            f"{result['return_mean']:.1f} ± {result['return_std']:.1f}, length "
+            f"{result['length_mean']:.1f}"
+        )
+    return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    metrics.plot_curves(arguments.output_dirs, arguments.out, arguments.key)
+    print(arguments.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl-trainers", description="Reinforcement learning in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("train", help="train, or continue a run")
+    sub.add_argument("--config_file", action="append", default=[], help="gin file; may be repeated")
+    sub.add_argument("--config", action="append", default=[], help="gin binding; may be repeated")
+    sub.add_argument("--output_dir", required=True, help="where everything about the run goes")
+    sub.add_argument("--seed", type=int, help="of the environments and of training")
+    sub.add_argument("--allow_unused", action="store_true", help="accept bindings without effect")
+    sub.set_defaults(run=_train)
+    sub = commands.add_parser("eval", help="evaluate a run's newest checkpoint")
+    sub.add_argument("output_dir")
+    sub.add_argument("--n_episodes", type=int, default=20)
+    sub.add_argument("--temperature", type=float, default=0.0, help="0 acts greedily")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.set_defaults(run=_eval)
+    sub = commands.add_parser("plot", help="draw learning curves")
+    sub.add_argument("output_dirs", nargs="+")
+    sub.add_argument("--out", default="curves.png")
+    sub.add_argument("--key", default="avg_return", help="a key of metrics.jsonl")
+    sub.set_defaults(run=_plot)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments; those of the process by default.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake in the arguments or the configuration.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"rl-trainers: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

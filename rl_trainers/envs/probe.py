@@ -1,0 +1,164 @@
+"""Tiny environments whose values are known, to find out which part of a learner is broken.
+
+After A. Jones, "Debugging RL, without the agonizing pain" (2021): each adds one difficulty to the
+one before. All have observations f32, and actions from ``Discrete(2)`` or, with
+``continuous=True``, from ``Box(-1, 1, (1,))``. ``gamma`` below is the agent's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Probe(gymnasium.Env):
+    """Episodes of ``length`` steps; subclasses give :meth:`look` and :meth:`pay`.
+
+    Args:
+        continuous: actions from ``Box(-1, 1, (1,))`` in place of ``Discrete(2)``.
+    """
+
+    length = 1
+    observation_space: gymnasium.Space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, continuous: bool = False):
+        self.continuous = continuous
+        box = spaces.Box(-1.0, 1.0, (1,), np.float32)
+        self.action_space = box if continuous else spaces.Discrete(2)
+        self.t = 0
+        self.sign = 1.0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        """Starts an episode and draws ``sign``, -1 or 1."""
+        super().reset(seed=seed)
+        self.t = 0
+        self.sign = float(self.np_random.choice([-1.0, 1.0]))
+        return self.look(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        """One step; terminates after ``length`` steps."""
+        self.t += 1
+        reward = self.pay(action)
+        return self.look(), reward, self.t >= self.length, False, {}
+
+    def look(self) -> np.ndarray:
+        """The observation, f32 ``[1]``."""
+        return np.zeros(1, np.float32)
+
+    def pay(self, action: Any) -> float:
+        """The reward of the step that was just taken."""
+        return 1.0
+
+    def match(self, action: Any, sign: float) -> float:
+        """1 for the best action, less for others.
+
+        The best one is 1 (``sign`` 1) or 0 (``sign`` -1), and the other one pays -1. Continuous:
+        the best one is ``0.5 * sign``, and the reward is ``1 - (action - best) ** 2``.
+        """
+        if self.continuous:
+            return 1.0 - (float(np.asarray(action).reshape(())) - 0.5 * sign) ** 2
+        return 1.0 if (int(action) == 1) == (sign > 0) else -1.0
+
+
+class ConstantReward(Probe):
+    """One step, observation 0, reward 1: ``V = 1``."""
+
+
+class ObservationReward(Probe):
+    """One step, observation -1 or 1, which is also the reward: ``V(x) = x``."""
+
+    def look(self) -> np.ndarray:
+        """``[sign]``."""
+        return np.full(1, self.sign, np.float32)
+
+    def pay(self, action: Any) -> float:
+        """``sign``."""
+        return self.sign
+
+
+class DelayedReward(Probe):
+    """Two steps with observations 0 and 1, reward 1 at the end: ``V(0) = gamma``, ``V(1) = 1``."""
+
+    length = 2
+
+    def look(self) -> np.ndarray:
+        """``[0]``, then ``[1]``."""
+        return np.full(1, min(self.t, 1), np.float32)
+
+    def pay(self, action: Any) -> float:
+        """0, then 1."""
+        return float(self.t == 2)
+
+
+class ActionReward(Probe):
+    """One step, observation 0, the best action is 1 (continuous: 0.5)."""
+
+    def pay(self, action: Any) -> float:
+        """``match(action, 1)``."""
+        return self.match(action, 1.0)
+
+
+class ActionAndObservationReward(Probe):
+    """One step, observation -1 or 1, the best action depends on it; see :meth:`Probe.match`."""
+
+    def look(self) -> np.ndarray:
+        """``[sign]``."""
+        return np.full(1, self.sign, np.float32)
+
+    def pay(self, action: Any) -> float:
+        """``match(action, sign)``."""
+        return self.match(action, self.sign)
+
+
+class Endless(Probe):
+    """Never ends, reward 1, observation = steps since reset: ``V = 1 / (1 - gamma)`` everywhere."""
+
+    observation_space = spaces.Box(0.0, np.inf, (1,), np.float32)
+    length = 2**62
+
+    def look(self) -> np.ndarray:
+        """``[t]``."""
+        return np.full(1, self.t, np.float32)
+
+
+class Counting(Probe):
+    """Observation ``[env_id, episode, t]``, reward ``t``; tells which rows belong together.
+
+    Args:
+        length: steps of an episode.
+        env_id: first number of every observation.
+        truncates: episodes are truncated instead of terminated.
+        continuous: as in :class:`Probe`.
+    """
+
+    observation_space = spaces.Box(-1.0, np.inf, (3,), np.float32)
+
+    def __init__(
+        self, length: int, env_id: int = 0, truncates: bool = False, continuous: bool = False
+    ):
+        super().__init__(continuous)
+        self.length = length
+        self.env_id = env_id
+        self.truncates = truncates
+        self.episode = -1
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        """Starts the next episode; the first one is number 0."""
+        self.episode += 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        """One step."""
+        observation, reward, done, _, info = super().step(action)
+        return observation, reward, done and not self.truncates, done and self.truncates, info
+
+    def look(self) -> np.ndarray:
+        """``[env_id, episode, t]``."""
+        return np.array([self.env_id, self.episode, self.t], np.float32)
+
+    def pay(self, action: Any) -> float:
+        """``t``, counted from 1."""
+        return float(self.t)

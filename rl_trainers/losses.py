@@ -1,0 +1,123 @@
+"""The loss terms: one equation per function, every mean taken over unmasked entries only.
+
+All arguments are f32 ``[N, L]`` unless said otherwise, all results f32 scalars unless said otherwise.
+Losses are to be minimised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean of ``x`` where ``mask`` is 1; 0 if it is 1 nowhere."""
+    chex.assert_equal_shape([x, mask])
+    return jnp.sum(jnp.where(mask > 0, x * mask, 0.0)) / jnp.maximum(jnp.sum(mask), 1e-8)
+
+
+def masked_std(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Standard deviation (of the population) of ``x`` where ``mask`` is 1; 0 if it is 1 nowhere."""
+    centered = jnp.where(mask > 0, x - masked_mean(x, mask), 0.0)
+    return jnp.sqrt(masked_mean(jnp.square(centered), mask))
+
+
+def normalize(x: jax.Array, mask: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """``(x - mean) / (std + epsilon)`` over unmasked entries; 0 for a constant or single entry."""
+    centered = jnp.where(mask > 0, x - masked_mean(x, mask), 0.0)
+    return centered / (masked_std(x, mask) + epsilon)
+
+
+def policy_gradient(log_prob: jax.Array, advantage: jax.Array, mask: jax.Array) -> jax.Array:
+    """REINFORCE: -E[log pi(a|s) A] (Williams 1992), no gradient through the advantage."""
+    return -masked_mean(log_prob * jax.lax.stop_gradient(advantage), mask)
+
+
+def probability_ratio(log_prob: jax.Array, old_log_prob: jax.Array) -> jax.Array:
+    """pi(a|s) / pi_old(a|s), f32 ``[N, L]``."""
+    return jnp.exp(log_prob - jax.lax.stop_gradient(old_log_prob))
+
+
+def clipped_surrogate(
+    ratio: jax.Array, advantage: jax.Array, mask: jax.Array, epsilon: float | jax.Array
+) -> jax.Array:
+    """PPO: -E[min(rho A, clip(rho, 1 - eps, 1 + eps) A)].
+
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7.
+
+    Args:
+        ratio: rho, from :func:`probability_ratio`.
+        advantage: A; no gradient flows through it.
+        mask: entries that count.
+        epsilon: clip range, > 0.
+    """
+    advantage = jax.lax.stop_gradient(advantage)
+    clipped = jnp.clip(ratio, 1.0 - epsilon, 1.0 + epsilon)
+    return -masked_mean(jnp.minimum(ratio * advantage, clipped * advantage), mask)
+
+
+def value_loss(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean squared error E[(V - target)^2], without a factor 1/2, no gradient through the target."""
+    return masked_mean(jnp.square(value - jax.lax.stop_gradient(target)), mask)
+
+
+def awr_weights(
+    advantage: jax.Array, beta: float | jax.Array, w_max: float | jax.Array
+) -> jax.Array:
+    """min(exp(A / beta), w_max), f32 ``[N, L]``.
+
+    Peng et al. 2019, https://arxiv.org/abs/1910.00177, algorithm 1 and section 4 (weight clipping).
+    """
+    return jnp.minimum(jnp.exp(jnp.minimum(advantage / beta, 80.0)), w_max)
+
+
+def threshold_weights(
+    advantage: jax.Array, mask: jax.Array, thresholds: Sequence[tuple[float, float, float]]
+) -> jax.Array:
+    """Sum of weights of the percentiles that each advantage reaches, f32 ``[N, L]``.
+
+    Args:
+        advantage: A.
+        mask: entries that the percentiles are taken over.
+        thresholds: ``(percentile, weight, minimum)`` triples; ``weight`` is added wherever
+            ``A >= max(percentile of A, minimum)``.
+    """
+    known = jnp.where(mask > 0, advantage, jnp.nan)
+    weights = jnp.zeros_like(advantage)
+    for percentile, weight, minimum in thresholds:
+        bar = jnp.maximum(jnp.nanpercentile(known, percentile), minimum)
+        weights += jnp.where(advantage >= bar, weight, 0.0)
+    return weights * mask
+
+
+def approximate_kl(ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """E[rho - 1 - log rho], an estimate of KL(pi_old || pi) that is never negative.
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html (estimator k3).
+    """
+    return masked_mean(ratio - 1.0 - jnp.log(ratio), mask)
+
+
+def explained_variance(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
+    """1 - Var(target - V) / Var(target): 1 for a perfect critic, 0 for a constant one.
+
+    If the targets are constant it is 1 for an exact fit and 0 otherwise; never NaN.
+    """
+    residual = jnp.square(masked_std(target - value, mask))
+    variance = jnp.square(masked_std(target, mask))
+    constant = jnp.where(residual < 1e-12, 1.0, 0.0)
+    return jnp.where(variance < 1e-12, constant, 1.0 - residual / jnp.maximum(variance, 1e-12))
+
+
+def weight_metrics(weights: jax.Array, mask: jax.Array, w_max: float | jax.Array) -> dict:
+    """How weights spread: ``awr_weight_{mean, std, min, max}`` and the share that stands at ``w_max``."""
+    return {
+        "awr_weight_mean": masked_mean(weights, mask),
+        "awr_weight_std": masked_std(weights, mask),
+        "awr_weight_min": jnp.min(jnp.where(mask > 0, weights, jnp.inf)),
+        "awr_weight_max": jnp.max(jnp.where(mask > 0, weights, 0.0)),
+        "awr_weight_clipped": masked_mean((weights >= w_max).astype(jnp.float32), mask),
+    }

@@ -1,0 +1,397 @@
+"""Networks: a small Flax linen zoo, and the adapter that makes any network a :class:`Model`.
+
+This is the only module that knows a network library. A trainer is given a *factory*, which it calls as
+``factory(policy_distribution=..., mode=...)`` (arguments that the factory does not take are left out) and
+which returns a linen module, a pair ``(init, apply)`` of functions, or a :class:`Model`.
+
+Networks see observations with exactly one leading axis. Before that every leaf of the observation is made
+a float: images (uint8) are divided by 255, here and nowhere else; ``Discrete`` and ``MultiDiscrete``
+become one-hot vectors; ``Dict`` and ``Tuple`` keep their structure.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import gin
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl_trainers.types import PyTree
+
+_HIDDEN = nn.initializers.variance_scaling(2.0, "fan_in", "uniform")
+
+
+class Model(NamedTuple):
+    """A network as pure functions over observations with any leading axes ``[..]``.
+
+    Attributes:
+        init: ``(key, observation [.., *obs]) -> (params, model_state)``.
+        apply: ``(params, model_state, observation [.., *obs]) -> output``: ``dist_inputs [.., D]`` of a
+            policy, ``value [..]`` of a value network, the pair of both of a joint one.
+        gather: ``(params, model_state, observation, mask [..]) -> model_state`` takes the unmasked
+            observations into the statistics.
+    """
+
+    init: Callable
+    apply: Callable
+    gather: Callable
+
+
+def features(space: gym.Space, observation: PyTree) -> PyTree:
+    """Makes observations floats, as the module's docstring says.
+
+    Args:
+        space: the observation space.
+        observation: ``[R, *obs]``.
+
+    Returns:
+        f32 leaves ``[R, ..]``, in the structure of the space.
+
+    Raises:
+        TypeError: for spaces that have no array form.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        return {name: features(sub, observation[name]) for name, sub in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(features(sub, o) for sub, o in zip(space.spaces, observation, strict=True))
+    x = jnp.asarray(observation)
+    if isinstance(space, gym.spaces.Discrete):
+        return jax.nn.one_hot(x - int(space.start), int(space.n))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        sizes = np.asarray(space.nvec).ravel()
+        starts = np.asarray(space.start).ravel()
+        flat = x.reshape(x.shape[0], -1)
+        columns = [jax.nn.one_hot(flat[:, i] - starts[i], int(n)) for i, n in enumerate(sizes)]
+        return jnp.concatenate(columns, axis=-1)
+    if isinstance(space, (gym.spaces.Box, gym.spaces.MultiBinary)):
+        return x.astype(jnp.float32) / 255.0 if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+    raise TypeError(
+        f"observation space {space!r} has no array form; the spaces that have one are Box, Discrete, "
+        "MultiDiscrete, MultiBinary, and Dict and Tuple of these"
+    )
+
+
+def _first(space: gym.Space, observation: PyTree) -> tuple[gym.Space, Any]:
+    while isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        name = next(iter(space.spaces)) if isinstance(space, gym.spaces.Dict) else 0
+        space, observation = space[name], observation[name]
+    return space, observation
+
+
+def _leading(space: gym.Space, observation: PyTree) -> tuple[int, ...]:
+    space, leaf = _first(space, observation)
+    shape = jnp.shape(leaf)
+    return shape[: len(shape) - len(space.shape or ())]
+
+
+def build(factory: Any, observation_space: gym.Space, **kwargs) -> Model:
+    """Calls a model factory and adapts what it returns.
+
+    Args:
+        factory: see the module's docstring; a :class:`Model` or linen module is taken as it is.
+        observation_space: of one environment.
+        **kwargs: offered to the factory: ``policy_distribution``, ``mode``, ...
+
+    Returns:
+        A :class:`Model` over observations with any leading axes.
+
+    Raises:
+        TypeError: if the factory returns something else.
+    """
+    network = factory if isinstance(factory, (nn.Module, Model)) else call(factory, **kwargs)
+    if isinstance(network, Model):
+        return network
+    if isinstance(network, nn.Module):
+        inner = _linen(network)
+    elif isinstance(network, tuple) and len(network) == 2:
+        init, apply = network
+        inner = Model(
+            lambda key, x: (init(key, x), {}),
+            lambda params, model_state, x: apply(params, x),
+            lambda params, model_state, x, mask: model_state,
+        )
+    else:
+        raise TypeError(
+            f"the model factory {factory!r} returned a {type(network).__name__}; it should return a "
+            "flax.linen module, a pair (init, apply) or a Model"
+        )
+    return _over_any_axes(inner, observation_space)
+
+
+def call(factory: Callable, **kwargs) -> Any:
+    """Calls a factory with those of ``kwargs`` that it takes."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return factory(**kwargs)
+    return factory(**{p.name: kwargs[p.name] for p in parameters if p.name in kwargs})
+
+
+def _linen(module: nn.Module) -> Model:
+    def init(key, x):
+        variables = dict(module.init(key, x))
+        return variables.pop("params", {}), variables
+
+    def gather(params, model_state, x, mask):
+        if not model_state:
+            return model_state
+        _, model_state = module.apply(
+            {"params": params, **model_state}, x, mask, mutable=list(model_state)
+        )
+        return model_state
+
+    return Model(init, lambda params, state, x: module.apply({"params": params, **state}, x), gather)
+
+
+def _over_any_axes(inner: Model, space: gym.Space) -> Model:
+    def rows(observation):
+        leading = _leading(space, observation)
+        return leading, features(
+            space,
+            jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[len(leading) :])), observation),
+        )
+
+    def init(key, observation):
+        return inner.init(key, rows(observation)[1])
+
+    def apply(params, model_state, observation):
+        leading, x = rows(observation)
+        output = inner.apply(params, model_state, x)
+        return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output)
+
+    def gather(params, model_state, observation, mask):
+        return inner.gather(params, model_state, rows(observation)[1], mask.reshape(-1))
+
+    return Model(init, apply, gather)
+
+
+def _concatenate(x: PyTree, flatten: bool = True) -> jax.Array:
+    leaves = jax.tree.leaves(x)
+    if len(leaves) == 1 and not flatten:
+        return leaves[0]
+    return jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=-1)
+
+
+def _symmetric_uniform(scale: float) -> Callable:
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -scale, scale)
+
+
+@gin.configurable(module="rl_trainers.models")
+class MLP(nn.Module):
+    """Dense layers over the concatenated leaves of the observation, ``[R, ..] -> [R, layer_widths[-1]]``.
+
+    Attributes:
+        layer_widths: units of each layer.
+        activation: applied between layers.
+        out_activation: whether it is applied after the last layer too.
+        flatten: whether a single array of higher rank is flattened first.
+    """
+
+    layer_widths: Sequence[int] = (64, 64)
+    activation: Callable = nn.relu
+    out_activation: bool = True
+    flatten: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = _concatenate(x, self.flatten)
+        for i, width in enumerate(self.layer_widths):
+            x = nn.Dense(width, kernel_init=_HIDDEN, name=f"dense_{i}")(x)
+            if self.out_activation or i + 1 < len(self.layer_widths):
+                x = self.activation(x)
+        return x
+
+
+@gin.configurable(module="rl_trainers.models")
+class AtariCnn(nn.Module):
+    """The network of Mnih et al. 2015 (https://doi.org/10.1038/nature14236), ``[R, H, W, C] -> [R, F]``.
+
+    Attributes:
+        hidden_sizes: filters of the 8x8/4, 4x4/2 and 3x3/1 convolutions.
+        output_size: ``F``.
+        padding: of the convolutions.
+    """
+
+    hidden_sizes: Sequence[int] = (32, 64, 64)
+    output_size: int = 512
+    padding: str = "VALID"
+
+    @nn.compact
+    def __call__(self, x):
+        for features_, size, stride in zip(self.hidden_sizes, (8, 4, 3), (4, 2, 1), strict=True):
+            x = nn.Conv(features_, (size, size), stride, self.padding, kernel_init=_HIDDEN)(x)
+            x = nn.relu(x)
+        x = x.reshape(x.shape[0], -1)
+        return nn.relu(nn.Dense(self.output_size, kernel_init=_HIDDEN)(x))
+
+
+@gin.configurable(module="rl_trainers.models")
+class Normalize(nn.Module):
+    """Shifts and scales observations to mean 0 and variance 1 by running statistics, ``[R, ..]``.
+
+    Statistics change only when the trainer gathers them, after an epoch's training; so all forward passes
+    of an epoch use the same ones. Chan et al. 1979, "Updating formulae ... for computing sample variances".
+
+    Attributes:
+        sample_limit: rows after which the statistics stay as they are.
+        epsilon: added to the standard deviation.
+        limit: outputs are clipped to ``[-limit, limit]``.
+    """
+
+    sample_limit: float = math.inf
+    epsilon: float = 1e-5
+    limit: float = 10.0
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        x = _concatenate(x, flatten=False)
+        count = self.variable("model_state", "count", jnp.zeros, ())
+        mean = self.variable("model_state", "mean", jnp.zeros, x.shape[1:])
+        variance = self.variable("model_state", "variance", jnp.ones, x.shape[1:])
+        if mask is not None and self.is_mutable_collection("model_state"):
+            weight = mask.reshape(-1, *[1] * (x.ndim - 1))
+            rows = jnp.sum(mask)
+            new_mean = jnp.sum(x * weight, 0) / jnp.maximum(rows, 1)
+            new_variance = jnp.sum(jnp.square(x - new_mean) * weight, 0) / jnp.maximum(rows, 1)
+            total = count.value + rows
+            share = jnp.where(count.value < self.sample_limit, rows / jnp.maximum(total, 1), 0.0)
+            delta = new_mean - mean.value
+            variance.value += share * (
+                new_variance - variance.value + (1 - share) * jnp.square(delta)
+            )
+            mean.value += share * delta
+            count.value = jnp.where(share > 0, total, count.value)
+        x = (x - mean.value) / (jnp.sqrt(variance.value) + self.epsilon)
+        return jnp.clip(x, -self.limit, self.limit)
+
+
+class _Head(nn.Module):
+    """An optional body, and a dense layer on top of it."""
+
+    body: nn.Module | None
+    n_outputs: int
+    init: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        if self.body is not None:
+            x = self.body(x)
+        x = _concatenate(x)
+        return nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
+
+
+def _head(body, n_outputs: int, head_init_range: float | None, scale: float) -> _Head:
+    """A head whose outputs start small (``scale`` of the usual size), or uniform in a given range."""
+    init = (
+        nn.initializers.variance_scaling(scale**2, "fan_in", "uniform")
+        if head_init_range is None
+        else _symmetric_uniform(head_init_range)
+    )
+    return _Head(body, n_outputs, init)
+
+
+@gin.configurable(module="rl_trainers.models", denylist=["policy_distribution"])
+class Policy(nn.Module):
+    """A policy network, ``[R, *obs] -> dist_inputs [R, D]``.
+
+    Attributes:
+        policy_distribution: gives ``D``.
+        body: factory of the module under the head.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        head_init_range: bound of the head's initial weights; ``None`` for small ones.
+    """
+
+    policy_distribution: Any
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    head_init_range: float | None = None
+
+    def setup(self):
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        body = self.body and call(self.body, mode="train")
+        self.policy = _head(body, self.policy_distribution.n_inputs, self.head_init_range, 0.01)
+
+    def __call__(self, x, mask=None):
+        x = x if self.normalize is None else self.normalize(x, mask)
+        return self.policy(x)
+
+
+@gin.configurable(module="rl_trainers.models")
+class Value(nn.Module):
+    """A value network, ``[R, *obs] -> value [R]``.
+
+    Attributes:
+        body: factory of the module under the head.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        head_init_range: bound of the head's initial weights; ``None`` for the usual ones.
+    """
+
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    head_init_range: float | None = None
+
+    def setup(self):
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        self.value = _head(self.body and call(self.body, mode="train"), 1, self.head_init_range, 1.0)
+
+    def __call__(self, x, mask=None):
+        x = x if self.normalize is None else self.normalize(x, mask)
+        return self.value(x)[..., 0]
+
+
+@gin.configurable(module="rl_trainers.models", denylist=["policy_distribution"])
+class PolicyAndValue(nn.Module):
+    """A policy and a value network, ``[R, *obs] -> (dist_inputs [R, D], value [R])``.
+
+    Its parameters are ``{'shared', 'policy', 'value'}``; ``'shared'`` is missing if ``joint`` is false.
+
+    Attributes:
+        policy_distribution: gives ``D``.
+        body: factory of the module under the heads.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        joint: whether both heads stand on one body; if not, each has a body of its own.
+        head_init_range: bound of the policy head's initial weights; ``None`` for small ones.
+    """
+
+    policy_distribution: Any
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    joint: bool = True
+    head_init_range: float | None = None
+
+    def setup(self):
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        make = functools.partial(call, self.body, mode="train") if self.body else lambda: None
+        own = (lambda: None) if self.joint else make
+        self.shared = make() if self.joint else None
+        n_inputs = self.policy_distribution.n_inputs
+        self.policy = _head(own(), n_inputs, self.head_init_range, 0.01)
+        self.value = _head(own(), 1, None, 1.0)
+
+    def __call__(self, x, mask=None):
+        x = x if self.normalize is None else self.normalize(x, mask)
+        x = x if self.shared is None else self.shared(x)
+        return self.policy(x), self.value(x)[..., 0]
+
+
+def default(network: Callable, observation_space: gym.Space) -> Callable:
+    """A factory of ``network`` with a body that suits the observations.
+
+    That is :class:`AtariCnn` for images (uint8, three axes, 36 pixels or more a side), else an
+    :class:`MLP` with tanh.
+    """
+    is_image = (
+        isinstance(observation_space, gym.spaces.Box)
+        and observation_space.dtype == np.uint8
+        and len(observation_space.shape) == 3
+        and min(observation_space.shape[:2]) >= 36
+    )
+    body = AtariCnn if is_image else functools.partial(MLP, activation=nn.tanh)
+    return functools.partial(network, body=body)

@@ -1,0 +1,257 @@
+"""Supervised training of parts of the parameters: one loss, one optimizer, one learning rate schedule.
+
+This is the only module that takes gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rl_trainers import optimizers
+from rl_trainers.types import PyTree, TrainState
+
+Loss = Callable[[PyTree, PyTree, Any, dict], tuple[jax.Array, dict]]
+"""``(params, model_state, batch, hparams) -> (loss f32 [], metrics of f32 [])``, traced."""
+
+
+class Inputs(NamedTuple):
+    """Where a trainer's batches come from.
+
+    Attributes:
+        train_stream: ``n_devices -> generator of batches``; the number of devices is 1.
+        eval_stream: the same for evaluation; ``None`` for the training stream.
+    """
+
+    train_stream: Callable[[int], Iterator]
+    eval_stream: Callable[[int], Iterator] | None = None
+
+
+class Trainer:
+    """Trains the subtrees ``trains`` of the parameters on batches.
+
+    All methods but :meth:`draw` and :meth:`learning_rates` are pure functions, to be traced.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Loss,
+        optimizer: Any = None,
+        lr_schedule: Any = None,
+        inputs: Inputs | None = None,
+        *,
+        name: str = "policy",
+        trains: tuple[str, ...] = ("shared", "policy", "value"),
+        batch_size: int | None = 64,
+        n_steps: int = 500,
+        n_evals: int = 1,
+        n_eval_steps: int | None = None,
+    ):
+        """Configures the trainer.
+
+        Args:
+            loss_fn: see :data:`Loss`.
+            optimizer: see :func:`rl_trainers.optimizers.resolve`.
+            lr_schedule: likewise.
+            inputs: where :meth:`draw` takes batches from.
+            name: key of the optimizer state in :class:`TrainState`.
+            trains: keys of ``TrainState.params`` that are trained; the others are left as they are.
+            batch_size: rows of a batch; ``None`` for all there are.
+            n_steps: optimizer steps per epoch.
+            n_evals: times per epoch that metrics are taken; changes nothing else.
+            n_eval_steps: steps at the end of each of those parts whose metrics are averaged; ``None`` for
+                all of them.
+
+        Raises:
+            ValueError: if a count is not positive, or there are more evaluations than steps.
+        """
+        for argument, value in (("batch_size", batch_size), ("train steps per epoch", n_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{argument}={value} must be at least 1")
+        if not 1 <= n_evals <= n_steps:
+            raise ValueError(
+                f"evals_per_epoch={n_evals} must lie between 1 and the {n_steps} training steps of an epoch"
+            )
+        if n_eval_steps is not None and n_eval_steps < 1:
+            raise ValueError(f"eval_steps={n_eval_steps} must be at least 1")
+        self.name = name
+        self.batch_size = batch_size
+        self.n_steps = n_steps
+        self.inputs = inputs
+        self._loss_fn = loss_fn
+        self._trains = trains
+        self._optimizer, self._schedule = optimizers.resolve(optimizer, lr_schedule)
+        self._eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
+        self.clip_grad_norm = self._optimizer.clip_grad_norm
+
+    def _split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        mine = {name: tree for name, tree in params.items() if name in self._trains}
+        return mine, {name: tree for name, tree in params.items() if name not in self._trains}
+
+    def init(self, params: PyTree) -> PyTree:
+        """The optimizer state for ``params``."""
+        return self._optimizer.init(self._split(params)[0])
+
+    def hparams(self, step: int) -> dict[str, np.ndarray]:
+        """Numbers of the next epoch that are arguments of the compiled step.
+
+        Args:
+            step: steps that this trainer has taken.
+
+        Returns:
+            ``{'learning_rate': f32 [n_steps], 'clip_grad_norm': f32 []}``.
+        """
+        rates = optimizers.learning_rates(self._schedule, step, self.n_steps)
+        return {"learning_rate": rates, "clip_grad_norm": np.float32(self.clip_grad_norm)}
+
+    def update(
+        self, state: TrainState, batch: Any, mine: dict, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """Takes one optimizer step.
+
+        Args:
+            state: parameters and optimizer state.
+            batch: what the loss takes, usually a :class:`rl_trainers.types.Batch` ``[N, L]``.
+            mine: ``learning_rate`` and ``clip_grad_norm``, f32 scalars.
+            hparams: numbers for the loss.
+
+        Returns:
+            ``(state, metrics)``; the metrics of the loss, ``grad_norm`` as it came, and
+            ``clipped_grad_norm`` as it entered the optimizer.
+        """
+        trained, fixed = self._split(state.params)
+
+        def loss_fn(trained):
+            return self._loss_fn({**fixed, **trained}, state.model_state, batch, hparams)
+
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(trained)
+        norm = optax.global_norm(grads)
+        scale = jnp.minimum(1.0, mine["clip_grad_norm"] / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        opt_state = state.opt_state[self.name]
+        if "learning_rate" in getattr(opt_state, "hyperparams", {}):
+            injected = {**opt_state.hyperparams, "learning_rate": mine["learning_rate"]}
+            opt_state = opt_state._replace(hyperparams=injected)
+        updates, opt_state = self._optimizer.update(grads, opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        metrics = {**metrics, "grad_norm": norm, "clipped_grad_norm": norm * scale}
+        state = state._replace(
+            params={**fixed, **trained},
+            opt_state={**state.opt_state, self.name: opt_state},
+            step=state.step + 1,
+        )
+        return state, metrics
+
+    def fit(
+        self, state: TrainState, rows: Any, valid: jax.Array, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """Takes ``n_steps`` optimizer steps over shuffled rows, in one scan.
+
+        The rows are visited in one random permutation after another, each cut into batches of at most
+        ``batch_size`` rows whose sizes differ by at most one; a batch that is not full is filled up with
+        masked rows.
+
+        Args:
+            state: consumed.
+            rows: record with leading axis ``[R]`` that has a field ``mask``, such as a ``Batch``.
+            valid: bool ``[R]``, rows to visit.
+            hparams: numbers for the loss, and this trainer's own under its name.
+
+        Returns:
+            ``(state, metrics)``, metrics as ``eval_steps`` and ``evals_per_epoch`` ask for them.
+        """
+        key, key_shuffle = jax.random.split(state.key)
+        batch_size = min(self.batch_size or valid.shape[0], valid.shape[0])
+        batches = shuffled(key_shuffle, valid, batch_size, self.n_steps)
+
+        def step(state, x):
+            (index, keep), rate, weight = x
+            batch = jax.tree.map(lambda a: a[index], rows)
+            batch = batch._replace(mask=batch.mask * keep[:, None])
+            mine = {**hparams[self.name], "learning_rate": rate}
+            state, metrics = self.update(state, batch, mine, hparams)
+            return state, jax.tree.map(lambda m: m * weight, metrics)
+
+        xs = (batches, hparams[self.name]["learning_rate"], jnp.asarray(self._eval_weights))
+        state, metrics = jax.lax.scan(step, state._replace(key=key), xs)
+        return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
+
+    def fit_batches(
+        self, state: TrainState, batches: Any, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """Takes one optimizer step per batch, in one scan.
+
+        Args:
+            state: consumed.
+            batches: records stacked along a leading axis ``[n_steps]``, see :meth:`draw`.
+            hparams: numbers for the loss, and this trainer's own under its name.
+        """
+
+        def step(state, x):
+            batch, rate, weight = x
+            mine = {**hparams[self.name], "learning_rate": rate}
+            state, metrics = self.update(state, batch, mine, hparams)
+            return state, jax.tree.map(lambda m: m * weight, metrics)
+
+        xs = (batches, hparams[self.name]["learning_rate"], jnp.asarray(self._eval_weights))
+        state, metrics = jax.lax.scan(step, state, xs)
+        return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
+
+    def draw(self) -> Any:
+        """Takes ``n_steps`` batches from ``inputs`` and stacks them along a new leading axis."""
+        if self.inputs is None:
+            raise ValueError("this trainer was given no inputs to draw batches from")
+        stream = self.inputs.train_stream(1)
+        batches = [next(stream) for _ in range(self.n_steps)]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
+def shuffled(
+    key: jax.Array, valid: jax.Array, batch_size: int, n_steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """Row numbers of ``n_steps`` batches: permutations of the valid rows, cut into equal batches.
+
+    Args:
+        key: u32 ``[2]``; consumed.
+        valid: bool ``[R]``.
+        batch_size: rows of a batch.
+        n_steps: batches.
+
+    Returns:
+        ``(index i32 [n_steps, batch_size], keep f32 [n_steps, batch_size])``; entries with ``keep`` 0 fill
+        up. Every valid row comes exactly once in each pass of ``ceil(valid rows / batch_size)`` batches.
+    """
+    n_rows = valid.shape[0]
+    count = jnp.maximum(jnp.sum(valid), 1)
+    n_passes = -(-n_steps // -(-n_rows // batch_size))
+    bits = jax.random.bits(key, (n_passes, n_rows), jnp.uint32) >> 1
+    # Invalid rows sort to the end, so a permutation of the valid rows stands in front.
+    order = jnp.argsort(jnp.where(valid, bits, jnp.uint32(2**32 - 1)), axis=-1).astype(jnp.int32)
+    per_pass = -(-count // batch_size)
+    step = jnp.arange(n_steps)
+    part = step % per_pass
+    small, larger = count // per_pass, count % per_pass
+    start = part * small + jnp.minimum(part, larger)
+    size = small + (part < larger)
+    offset = jnp.arange(batch_size)
+    position = jnp.minimum(start[:, None] + offset, n_rows - 1)
+    # Fewer valid rows make more passes than there are permutations; then they come round again.
+    index = order[(step // per_pass % n_passes)[:, None], position]
+    return index, (offset < size[:, None]).astype(jnp.float32)
+
+
+def eval_weights(n_steps: int, n_evals: int, n_eval_steps: int | None) -> np.ndarray:
+    """Weight of each training step in an epoch's metrics, f32 ``[n_steps]``, sum 1.
+
+    The steps are cut into ``n_evals`` parts of equal size (sizes differ by at most one: 10 steps and 3
+    evaluations make 4 + 3 + 3), and the last ``n_eval_steps`` of each part count.
+    """
+    weights = np.zeros(n_steps, np.float32)
+    for part in np.array_split(np.arange(n_steps), n_evals):
+        weights[part[-(n_eval_steps or len(part)) :]] = 1.0
+    return weights / weights.sum()

@@ -1,0 +1,529 @@
+"""The epoch loop that all trainers share: collect, train, evaluate, write, checkpoint.
+
+A trainer class is a list of supervised trainers and a :meth:`RLTrainer.make_batch`; the loop below and
+:meth:`RLTrainer.learn` are the same for all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl_trainers import checkpoint, metrics, rollout
+from rl_trainers.supervised import Inputs, Trainer, shuffled
+from rl_trainers.task import RLTask, Trajectory
+from rl_trainers.types import Batch, PyTree, Rollout, TrainState
+
+_RECENT_EPISODES = 100
+
+
+class RLTrainer:
+    """Alternates between collecting data with the current policy and training on it. Abstract.
+
+    Subclasses call ``super().__init__``, build their models and supervised trainers, and end their
+    constructor with :meth:`_start`. They implement :meth:`policy_apply` and :meth:`make_batch`, which are
+    traced.
+    """
+
+    hyperparameters: tuple[str, ...] = ()
+    """Names of the attributes that losses receive as arguments of the compiled step."""
+
+    on_policy = True
+    """Whether only the newest epoch's data may be trained on."""
+
+    collect_temperature = 1.0
+    """Temperature at which training data are collected."""
+
+    def __init__(
+        self,
+        task: RLTask,
+        n_trajectories_per_epoch: int | None = None,
+        n_interactions_per_epoch: int | None = None,
+        n_eval_episodes: int = 0,
+        eval_steps: Sequence[int | None] | None = None,
+        eval_temperatures: Sequence[float] = (0.0,),
+        only_eval: bool = False,
+        output_dir: str | None = None,
+        *,
+        n_replay_epochs: int = 1,
+        max_slice_length: int = 1,
+        seed: int = 0,
+        collect_per_epoch: int | None = None,
+        checkpoint_interval_s: float = 30.0,
+        on_epoch: Callable[[dict], None] | None = None,
+        on_eval: Callable[[dict], None] | None = None,
+    ):
+        """Configures the loop.
+
+        Args:
+            task: the environment to train on and its replay.
+            n_trajectories_per_epoch: trajectories to collect per epoch.
+            n_interactions_per_epoch: vector rows times environments to collect per epoch. At most one of
+                the two may be given; with neither it is 2048.
+            n_eval_episodes: episodes to evaluate on after each epoch's training; 0 for none.
+            eval_steps: step limits to evaluate with, ``None`` for the task's own.
+            eval_temperatures: temperatures to evaluate at; 0 acts greedily.
+            only_eval: collect on the evaluation environment and record nothing, so that training sees
+                only data that the task already has.
+            output_dir: where metrics and checkpoints go; a run found there is continued.
+            n_replay_epochs: newest epochs to train on; more than 1 is for off-policy algorithms only.
+            max_slice_length: ``L`` of the batches.
+            seed: of parameters and training. Environments and actions are seeded by the task.
+            collect_per_epoch: old name of ``n_trajectories_per_epoch``.
+            checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
+            on_epoch: called with the record of each epoch.
+            on_eval: called with the record of each evaluation.
+
+        Raises:
+            ValueError: if arguments contradict one another or are out of range.
+        """
+        if n_trajectories_per_epoch is None:
+            n_trajectories_per_epoch = collect_per_epoch
+        elif collect_per_epoch is not None:
+            raise ValueError("collect_per_epoch is the old name of n_trajectories_per_epoch: give one")
+        if n_trajectories_per_epoch is not None and n_interactions_per_epoch is not None:
+            raise ValueError(
+                f"n_trajectories_per_epoch={n_trajectories_per_epoch} and n_interactions_per_epoch="
+                f"{n_interactions_per_epoch} exclude one another: give one"
+            )
+        if n_trajectories_per_epoch is None and n_interactions_per_epoch is None:
+            n_interactions_per_epoch = _nearest_multiple(2048, task.env.num_envs)
+        if n_interactions_per_epoch is not None:
+            _check_multiple("n_interactions_per_epoch", n_interactions_per_epoch, task.env.num_envs)
+        if max_slice_length < 1:
+            raise ValueError(f"max_slice_length={max_slice_length} must be at least 1")
+        if self.on_policy and n_replay_epochs != 1:
+            raise ValueError(
+                f"n_replay_epochs={n_replay_epochs}: {type(self).__name__} is on-policy and can train on "
+                "the newest epoch only; nearest valid value: 1"
+            )
+        self.task = task
+        self.n_trajectories_per_epoch = n_trajectories_per_epoch
+        self.n_interactions_per_epoch = n_interactions_per_epoch
+        self.n_eval_episodes = n_eval_episodes
+        self.eval_steps = list(eval_steps) if eval_steps is not None else [None]
+        self.eval_temperatures = list(eval_temperatures)
+        self.only_eval = only_eval
+        self.output_dir = output_dir
+        self.max_slice_length = max_slice_length
+        self.seed = seed
+        self.checkpoint_interval_s = checkpoint_interval_s
+        self.on_epoch = on_epoch
+        self.on_eval = on_eval
+        task.set_n_replay_epochs(n_replay_epochs)
+        self._epoch = 0
+        self._wall_s = 0.0
+        self._avg_returns: list[float] = []
+        self._eval_returns: dict[str, list[float]] = {}
+        self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
+        self._saved_epoch = -1
+        self._writer: metrics.MetricsWriter | None = None
+
+    # What subclasses supply; traced.
+
+    def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
+        """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""
+        raise NotImplementedError
+
+    def make_batch(self, state: TrainState, data: Rollout, hparams: dict) -> Batch:
+        """Judges facts: the rows of ``data`` with advantages and value targets, axes ``[T, B]``."""
+        raise NotImplementedError
+
+    def gather(self, state: TrainState, data: Rollout) -> PyTree:
+        """``model_state`` after taking in the observations of ``data``."""
+        raise NotImplementedError
+
+    # The compiled functions.
+
+    def learn(self, state: TrainState, data: Rollout, hparams: dict) -> tuple[TrainState, dict]:
+        """One epoch's training: every supervised trainer in turn, then the models' statistics.
+
+        Args:
+            state: consumed.
+            data: facts ``[T, B]``.
+            hparams: see :meth:`hparams`.
+
+        Returns:
+            ``(state, metrics)``, metrics f32 scalars.
+        """
+        metrics = {}
+        for trainer in self._trainers:
+            rows, valid = self._rows(state, data, hparams)
+            state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
+            metrics.update(trainer_metrics)
+        return state._replace(model_state=self.gather(state, data)), metrics
+
+    def learn_batches(
+        self, state: TrainState, batches: list[Batch], hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """:meth:`learn` for subclasses that override a stream of batches: one list entry per trainer."""
+        metrics = {}
+        for trainer, stacked in zip(self._trainers, batches, strict=True):
+            state, trainer_metrics = trainer.fit_batches(state, stacked, hparams)
+            metrics.update(trainer_metrics)
+        return state, metrics
+
+    def _inputs(self, base: type, stream: str) -> Inputs | None:
+        """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""
+        if getattr(type(self), stream) is getattr(base, stream):
+            return None
+        return Inputs(lambda n_devices: getattr(self, stream)())
+
+    def _stream(self, trainer: Trainer) -> Iterator[Batch]:
+        """The batches that ``trainer`` trains on, one by one, without end."""
+        make = jax.jit(lambda state, data, hparams: self._rows(state, data, hparams))
+        while True:
+            rows, valid = make(self.state, self._stored(), self.hparams())
+            key, self._stream_key = jax.random.split(self._stream_key)
+            size = min(trainer.batch_size or valid.shape[0], valid.shape[0])
+            n_batches = -(-int(valid.sum()) // size)
+            index, keep = shuffled(key, valid, size, n_batches)
+            for i in range(n_batches):
+                batch = jax.tree.map(lambda x: np.asarray(x[index[i]]), rows)  # noqa: B023
+                yield batch._replace(mask=batch.mask * np.asarray(keep[i])[:, None])
+
+    def _rows(self, state: TrainState, data: Rollout, hparams: dict) -> tuple[Batch, jax.Array]:
+        rows = to_rows(self.make_batch(state, data, hparams), self.max_slice_length)
+        return rows, jnp.any(rows.mask > 0, axis=1)
+
+    def _start(
+        self, init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]], trainers: list[Trainer]
+    ) -> None:
+        """Initialises parameters, compiles nothing yet, and continues a run found in ``output_dir``.
+
+        Args:
+            init: ``(key, observation [1, *obs]) -> (params, model_state)``.
+            trainers: in the order in which they train.
+        """
+        self._trainers = trainers
+        key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
+        example = jax.tree.map(lambda x: np.asarray(x)[:1], self.task.actor.observation)
+        params, model_state = jax.jit(init)(key_params, example)
+        opt_state = {trainer.name: trainer.init(params) for trainer in trainers}
+        self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
+        distribution = self.task.distribution
+
+        @jax.jit
+        def act(params, model_state, observation, key, temperature):
+            apply = self.policy_apply
+            action, _, key = rollout.act(
+                apply, distribution, params, model_state, observation, key, temperature
+            )
+            return action, key
+
+        self._act = act
+        self._dist_inputs = jax.jit(self.policy_apply)
+        self._learn = jax.jit(self.learn, donate_argnums=0)
+        self._learn_batches = jax.jit(self.learn_batches, donate_argnums=0)
+        self._stream_key = jax.random.fold_in(key_train, 1)
+        if self.output_dir is not None:
+            self._resume()
+
+    def hparams(self) -> dict[str, Any]:
+        """Numbers of the next epoch that are arguments of the compiled step."""
+        values: dict[str, Any] = {
+            name: np.float32(getattr(self, name)) for name in self.hyperparameters
+        }
+        for trainer in self._trainers:
+            values[trainer.name] = trainer.hparams(self._epoch * trainer.n_steps)
+        return values
+
+    # The loop.
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs done."""
+        return self._epoch
+
+    @property
+    def avg_returns(self) -> list[float]:
+        """Mean return of the episodes that ended in each epoch's collection; NaN where none did."""
+        return self._avg_returns
+
+    @property
+    def eval_returns(self) -> dict[str, list[float]]:
+        """Mean evaluation returns by epoch, by the keys of :func:`metrics.eval_key`."""
+        return self._eval_returns
+
+    def run(
+        self, n_epochs: int = 1, n_epochs_is_total_epochs: bool = False, progress: bool = False
+    ) -> None:
+        """Runs epochs.
+
+        Args:
+            n_epochs: how many.
+            n_epochs_is_total_epochs: count the epochs already done as well, so that an interrupted run
+                does only the rest.
+            progress: show a progress display.
+        """
+        last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
+        saved_s = time.monotonic()
+        self._stopped = False
+        display = metrics.Progress(last, first_epoch=self._epoch) if progress else None
+        try:
+            while self._epoch < last and not self._stopped:
+                record = self._run_epoch()
+                if display is not None:
+                    display.update(record)
+                if self.on_epoch is not None:
+                    self.on_epoch(record)
+                if time.monotonic() - saved_s > self.checkpoint_interval_s:
+                    self.save()
+                    saved_s = time.monotonic()
+        finally:
+            if display is not None:
+                display.close()
+        self.save()
+
+    def _run_epoch(self) -> dict[str, float]:
+        start = time.perf_counter()
+        data, episodes = self._collect()
+        collected = time.perf_counter()
+        loss_metrics = self.train_epoch(data)
+        trained = time.perf_counter()
+        self._epoch += 1
+        self._recent.extend(episodes.returns)
+        self._avg_returns.append(_mean(episodes.returns))
+        evaluation = self._evaluate_epoch()
+        self._wall_s += time.perf_counter() - start
+        env_steps = self.task.n_interactions()
+        record = {
+            "epoch": self._epoch,
+            "env_steps": env_steps,
+            "wall_s": self._wall_s,
+            "steps_per_s": env_steps / self._wall_s,
+            "avg_return": self._avg_returns[-1],
+            "recent_return": _mean(self._recent),
+            "avg_length": _mean(episodes.lengths),
+            "n_trajectories": len(episodes.returns),
+            "collect_s": collected - start,
+            "train_s": trained - collected,
+            **evaluation,
+            **loss_metrics,
+        }
+        if self._writer is not None:
+            self._writer.write(record)
+        return record
+
+    def _collect(self) -> tuple[Rollout, rollout.Episodes]:
+        """Steps the environments with the current policy and stores what happened."""
+        if self.only_eval:
+            n_episodes = self.n_trajectories_per_epoch or 1
+            return self._stored(), self.evaluate(n_episodes, temperature=1.0)
+        state = self.state
+        temperature = np.float32(self.collect_temperature)
+
+        def act(observation, policy_state, needs_reset, key):
+            action, key = self._act(state.params, state.model_state, observation, key, temperature)
+            return action, None, policy_state, key
+
+        if self.n_interactions_per_epoch is not None:
+            unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
+            data, episodes = self.task.collect(act, unroll_length=unroll_length)
+        else:
+            data, episodes = self.task.collect(
+                act, n_trajectories=self.n_trajectories_per_epoch
+            )
+        dist_inputs = self._dist_inputs(state.params, state.model_state, data.steps.observation)
+        steps = data.steps._replace(dist_inputs=np.asarray(dist_inputs))
+        data = data._replace(steps=steps, policy_version=np.asarray(state.step))
+        self.task.add(data, self._epoch + 1)
+        return (data if self.on_policy else self._stored()), episodes
+
+    def _stored(self) -> Rollout:
+        return self.task.replayed()
+
+    def train_epoch(self, data: Rollout) -> dict[str, float]:
+        """Trains for one epoch.
+
+        Args:
+            data: facts ``[T, B]``.
+
+        Returns:
+            The metrics of the supervised trainers.
+        """
+        hparams = self.hparams()
+        if all(trainer.inputs is None for trainer in self._trainers):
+            self.state, result = self._learn(self.state, data, hparams)
+        else:
+            batches = [trainer.draw() for trainer in self._trainers]
+            self.state, result = self._learn_batches(self.state, batches, hparams)
+        return {name: float(value) for name, value in jax.device_get(result).items()}
+
+    def evaluate(
+        self, n_episodes: int = 20, temperature: float = 0.0, max_steps: int | None = None
+    ) -> rollout.Episodes:
+        """Plays whole episodes on environments of their own; changes nothing about training.
+
+        Args:
+            n_episodes: how many.
+            temperature: 0 acts greedily, 1 samples from the policy.
+            max_steps: step limit of the episodes; ``None`` for the task's own.
+
+        Returns:
+            Returns and lengths of the episodes.
+        """
+        state = self.state
+        traced_temperature = np.float32(temperature)
+
+        def act(observation, policy_state, needs_reset, key):
+            action, key = self._act(
+                state.params, state.model_state, observation, key, traced_temperature
+            )
+            return action, None, policy_state, key
+
+        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), self._epoch)
+        return self.task.evaluate(
+            act, n_episodes, max_steps=max_steps, seed=self.seed + self._epoch, key=key
+        )
+
+    def _evaluate_epoch(self) -> dict[str, float]:
+        result: dict[str, float] = {}
+        if not self.n_eval_episodes:
+            return result
+        for max_steps in self.eval_steps:
+            for temperature in self.eval_temperatures:
+                episodes = self.evaluate(self.n_eval_episodes, temperature, max_steps)
+                key = metrics.eval_key(temperature, max_steps or self.task.max_steps or 0)
+                result[key] = _mean(episodes.returns)
+                result.setdefault("eval_return", result[key])
+                self._eval_returns.setdefault(key, []).append(result[key])
+        if self.on_eval is not None:
+            self.on_eval({"epoch": self._epoch, **result})
+        return result
+
+    def policy(self, trajectory: Any, temperature: float = 1.0) -> tuple[PyTree, np.ndarray]:
+        """Chooses an action for the last observation of a trajectory.
+
+        Args:
+            trajectory: a :class:`rl_trainers.task.Trajectory`, or one observation ``[*obs]``.
+            temperature: 0 acts greedily, 1 samples from the policy.
+
+        Returns:
+            ``(action [*act], dist_inputs f32 [D])``; ``task.distribution.to_env`` maps the action to what
+            the environment takes.
+        """
+        observation = (
+            trajectory.last_observation if isinstance(trajectory, Trajectory) else trajectory
+        )
+        batch = jax.tree.map(lambda x: np.asarray(x)[None], observation)
+        key, key_act = jax.random.split(self.state.key)
+        self.state = self.state._replace(key=key)
+        params, model_state = self.state.params, self.state.model_state
+        action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
+        dist_inputs = self._dist_inputs(params, model_state, batch)
+        return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
+
+    # Saving and continuing.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run: arrays and numbers only."""
+        loop = {
+            "epoch": np.int64(self._epoch),
+            "wall_s": np.float64(self._wall_s),
+            "avg_returns": np.asarray(self._avg_returns, np.float64),
+            "recent": np.asarray(self._recent, np.float64),
+            **{f"eval_returns/{k}": np.asarray(v) for k, v in self._eval_returns.items()},
+        }
+        return {"train": self.state, "task": self.task.state_dict(), "loop": loop}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned."""
+        self.state = jax.tree.map(jnp.asarray, tree["train"])
+        self.task.load_state_dict(tree["task"])
+        loop = tree["loop"]
+        self._epoch = int(loop["epoch"])
+        self._wall_s = float(loop["wall_s"])
+        self._avg_returns = [float(x) for x in loop["avg_returns"]]
+        self._recent = deque((float(x) for x in loop["recent"]), maxlen=_RECENT_EPISODES)
+        self._eval_returns = {
+            name.removeprefix("eval_returns/"): [float(x) for x in values]
+            for name, values in loop.items()
+            if name.startswith("eval_returns/")
+        }
+
+    def save(self) -> None:
+        """Writes a checkpoint into ``output_dir``, if there is one and the newest epoch is not saved."""
+        if self.output_dir is None or self._saved_epoch == self._epoch:
+            return
+        checkpoint.save(self.output_dir, self._epoch, self.state_dict())
+        self._saved_epoch = self._epoch
+
+    def restore(self, directory: str) -> bool:
+        """Continues from the newest checkpoint in ``directory``.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ValueError: if the checkpoint does not fit this trainer, for example because its networks have
+                other shapes.
+        """
+        target = {"train": self.state, "task": checkpoint.ANY, "loop": checkpoint.ANY}
+        found = checkpoint.restore(directory, target)
+        if found is None:
+            return False
+        self.load_state_dict(found[1])
+        return True
+
+    def _resume(self) -> None:
+        if self.restore(self.output_dir):
+            self._saved_epoch = self._epoch
+        self._writer = metrics.MetricsWriter(self.output_dir, resume_epoch=self._epoch)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a text to TensorBoard, if there is an ``output_dir``."""
+        if self._writer is not None:
+            self._writer.write_text(name, text, self.task.n_interactions())
+
+    def stop(self) -> None:
+        """Makes :meth:`run` return after the running epoch."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Closes the environments and the metrics files."""
+        self.task.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def to_rows(batch: Batch, length: int) -> Batch:
+    """Cuts ``[T, B, ..]`` into slices of neighbouring rows ``[N, L, ..]``, ``N = ceil(T / L) B``.
+
+    Args:
+        batch: leading axes ``[T, B]``.
+        length: ``L``; if it does not divide ``T`` the last slices are filled up with masked rows.
+    """
+
+    def cut(x):
+        steps, envs = x.shape[:2]
+        x = jnp.pad(x, [(0, -steps % length)] + [(0, 0)] * (x.ndim - 1))
+        x = x.reshape(-1, length, envs, *x.shape[2:]).swapaxes(1, 2)
+        return x.reshape(-1, length, *x.shape[3:])
+
+    return jax.tree.map(cut, batch)
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def _nearest_multiple(count: int, divisor: int) -> int:
+    return max(1, round(count / divisor)) * divisor
+
+
+def _check_multiple(argument: str, count: int, num_envs: int) -> None:
+    if count < 1 or count % num_envs:
+        raise ValueError(
+            f"{argument}={count} must be a positive multiple of num_envs={num_envs}; nearest valid value: "
+            f"{_nearest_multiple(count, num_envs)}"
+        )
