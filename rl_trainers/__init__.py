@@ -18,7 +18,8 @@ def _configure_jax() -> None:
     """
     if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
+    cache = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and cache is None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "rl_trainers" / "jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -23,7 +23,7 @@ import optax
 from etils import epath
 
 import rl_trainers
-from rl_trainers import metrics, models
+from rl_trainers import distributions, metrics, models
 
 _CONFIG = "config.gin"
 _N_FINAL_EPISODES = 20
@@ -40,6 +40,12 @@ _IMPLIED = {
     rl_trainers.PolicyTrainer: (models.Policy,),
     models.PolicyAndValue: (models.MLP, models.AtariCnn),
     models.Policy: (models.MLP, models.AtariCnn),
+    rl_trainers.RLTask: (
+        distributions.create_distribution,
+        distributions.Gaussian,
+        distributions.Categorical,
+        distributions.Bernoulli,
+    ),
 }
 """What is used where a binding is missing, besides the defaults that signatures show."""
 
@@ -62,12 +68,16 @@ def train(
     Returns:
         The trainer.
     """
-    trainer_ = trainer(rl_trainers.RLTask(), output_dir=output_dir)
+    trainer_ = trainer(_task(), output_dir=output_dir)
     if output_dir is not None:
         _write_config(epath.Path(output_dir), trainer_)
     with _finish_epoch_on_interrupt(trainer_):
         trainer_.run(n_epochs, n_epochs_is_total_epochs=True, progress=progress)
     return trainer_
+
+
+def _task() -> rl_trainers.RLTask:
+    return gin.get_configurable(rl_trainers.RLTask)()
 
 
 def load(output_dir: str) -> rl_trainers.RLTrainer:
@@ -84,7 +94,7 @@ def load(output_dir: str) -> rl_trainers.RLTrainer:
         raise FileNotFoundError(f"{output_dir} holds no {_CONFIG}; give the output_dir of a training run")
     gin.clear_config()
     gin.parse_config(config.read_text())
-    trainer = _bound("train", "trainer", rl_trainers.PPOJoint)(rl_trainers.RLTask())
+    trainer = _bound("train", "trainer", rl_trainers.PPOJoint)(_task())
     if not trainer.restore(output_dir):
         raise FileNotFoundError(f"{output_dir} holds no complete checkpoint yet")
     return trainer
@@ -156,11 +166,10 @@ def _parameters(target: Any) -> list[str]:
 
 def _used() -> set[tuple[str, str]]:
     """``(scope, selector)`` of everything that the configured run can build."""
-    registry = gin.config._REGISTRY
-    selectors = {id(entry.wrapped): entry.selector for entry in registry.values()}
-    selectors |= {id(entry.wrapper): entry.selector for entry in registry.values()}
-    roots = (train, rl_trainers.RLTask, rl_trainers.create_distribution)
-    todo = [("", selectors[id(x)]) for x in roots if id(x) in selectors]
+    entries = [entry for _, entry in gin.config._REGISTRY.items()]
+    selectors = {id(entry.wrapped): entry.selector for entry in entries}
+    selectors |= {id(entry.wrapper): entry.selector for entry in entries}
+    todo = [("", selectors[id(root)]) for root in (train, rl_trainers.RLTask)]
     seen: set[tuple[str, str]] = set()
     while todo:
         scope, selector = todo.pop()
@@ -172,7 +181,7 @@ def _used() -> set[tuple[str, str]]:
         for level in {"", scope}:
             bound |= gin.config._CONFIG.get((level, selector), {})
         for value in bound.values():
-            todo += [("/".join(r.scopes), r.selector) for r in _references(value)]
+            todo += [("/".join(r.scopes), r.configurable.selector) for r in _references(value)]
         for value in _defaults(target, bound):
             if id(value) in selectors:
                 todo.append(("", selectors[id(value)]))
@@ -199,8 +208,7 @@ def _defaults(target: Any, bound: dict[str, Any]) -> Iterator[Any]:
         for p in inspect.signature(inspect.unwrap(function)).parameters.values():
             if p.name not in bound and callable(p.default):
                 yield p.default
-        for implied in _IMPLIED.get(base, ()):
-            yield implied
+        yield from _IMPLIED.get(base, ())
 
 
 def _nearest(name: str, valid: Sequence[str]) -> str:
@@ -210,7 +218,7 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
 def _with_nearest(message: str) -> str:
     """Adds the nearest valid name to gin's message about a configurable that does not exist."""
     quoted = message.split("'")[1] if message.count("'") >= 2 else ""
-    names = [selector.rpartition(".")[2] for selector in gin.config._REGISTRY._selector_map]
+    names = [selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()]
     if "No configurable matching" not in message or not quoted:
         return message
     return f"{message.strip()}; nearest: {_nearest(quoted.rpartition('.')[2], names)!r}"

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class ActorCriticJointTrainer(RLTrainer):
     """Trains policy and value together. Abstract: subclasses implement :meth:`joint_loss`."""
 
-    hyperparameters = ("value_loss_coeff",)
+    hyperparameters: tuple[str, ...] = ("value_loss_coeff",)
     default_passes = 10
     """Passes over an epoch's rows if ``train_steps_per_epoch`` is not given."""
 
@@ -32,7 +32,7 @@ class ActorCriticJointTrainer(RLTrainer):
         joint_model: Any = None,
         optimizer: Any = None,
         lr_schedule: Any = None,
-        batch_size: int = 64,
+        batch_size: int | None = 64,
         train_steps_per_epoch: int | None = None,
         supervised_evals_per_epoch: int = 1,
         supervised_eval_steps: int | None = None,
@@ -55,7 +55,7 @@ class ActorCriticJointTrainer(RLTrainer):
                 :class:`rl_trainers.models.PolicyAndValue` with a body that suits the observations.
             optimizer: see :func:`rl_trainers.optimizers.resolve`.
             lr_schedule: likewise.
-            batch_size: slices of a batch.
+            batch_size: slices of a batch; ``None`` for all of an epoch's.
             train_steps_per_epoch: optimizer steps per epoch; ``None`` for ``default_passes`` over an
                 epoch's rows, or 500 if the epoch is counted in trajectories.
             supervised_evals_per_epoch: times per epoch that metrics are taken; changes nothing else.
@@ -82,8 +82,8 @@ class ActorCriticJointTrainer(RLTrainer):
         self._estimator = advantage_estimator(task.gamma)
         self._distribution = task.distribution
         self._model = models.build(
-            joint_model or models.default(models.PolicyAndValue, task.observation_space),
-            task.observation_space,
+            joint_model or models.default(models.PolicyAndValue, self.observation_space),
+            self.observation_space,
             policy_distribution=task.distribution,
             mode="train",
         )
@@ -164,14 +164,14 @@ class ActorCriticJointTrainer(RLTrainer):
         }
         return loss, {**common, **metrics}
 
-    def _train_steps(self, train_steps_per_epoch: int | None, batch_size: int) -> int:
+    def _train_steps(self, train_steps_per_epoch: int | None, batch_size: int | None) -> int:
         """Steps that make ``default_passes`` over an epoch's rows, if the user did not say."""
         if train_steps_per_epoch is not None:
             return train_steps_per_epoch
         if self.n_interactions_per_epoch is None:
             return 500
         rows = self.n_interactions_per_epoch // self.max_slice_length
-        return self.default_passes * -(-rows // batch_size)
+        return self.default_passes * -(-rows // (batch_size or rows))
 
 
 def preferred_move(mode: PyTree, mask: jax.Array) -> jax.Array:
@@ -261,16 +261,14 @@ class A2CJoint(ActorCriticJointTrainer):
         """
         self.entropy_coeff = entropy_coeff
         super().__init__(task, value_loss_coeff=value_loss_coeff, **kwargs)
-        if self.n_interactions_per_epoch is not None:
-            rows = self.n_interactions_per_epoch // self.max_slice_length
-            passes = self._trainer.n_steps * self._trainer.batch_size / rows
-            if passes > 1.5:
-                _log.warning(
-                    "A2CJoint trains %.1f times on each row, without correcting for the change of policy; "
-                    "train_steps_per_epoch=%d makes one pass",
-                    passes,
-                    -(-rows // self._trainer.batch_size),
-                )
+        one_pass = self._train_steps(None, self._trainer.batch_size)
+        if self.n_interactions_per_epoch is not None and self._trainer.n_steps > one_pass:
+            _log.warning(
+                "train_steps_per_epoch=%d: A2CJoint trains several times on each row without correcting for "
+                "the change of policy; %d steps make one pass",
+                self._trainer.n_steps,
+                one_pass,
+            )
 
     def joint_loss(self, dist_inputs, value, batch, hparams):
         """Policy gradient + value loss - entropy bonus."""

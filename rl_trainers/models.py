@@ -79,16 +79,11 @@ def features(space: gym.Space, observation: PyTree) -> PyTree:
     )
 
 
-def _first(space: gym.Space, observation: PyTree) -> tuple[gym.Space, Any]:
-    while isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
-        name = next(iter(space.spaces)) if isinstance(space, gym.spaces.Dict) else 0
-        space, observation = space[name], observation[name]
-    return space, observation
-
-
 def _leading(space: gym.Space, observation: PyTree) -> tuple[int, ...]:
-    space, leaf = _first(space, observation)
-    shape = jnp.shape(leaf)
+    while isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        name: Any = next(iter(space.spaces)) if isinstance(space, gym.spaces.Dict) else 0
+        space, observation = space.spaces[name], observation[name]
+    shape = jnp.shape(observation)
     return shape[: len(shape) - len(space.shape or ())]
 
 
@@ -201,6 +196,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """Features ``[R, layer_widths[-1]]``."""
         x = _concatenate(x, self.flatten)
         for i, width in enumerate(self.layer_widths):
             x = nn.Dense(width, kernel_init=_HIDDEN, name=f"dense_{i}")(x)
@@ -225,6 +221,7 @@ class AtariCnn(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """Features ``[R, F]``."""
         for features_, size, stride in zip(self.hidden_sizes, (8, 4, 3), (4, 2, 1), strict=True):
             x = nn.Conv(features_, (size, size), stride, self.padding, kernel_init=_HIDDEN)(x)
             x = nn.relu(x)
@@ -251,6 +248,7 @@ class Normalize(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask=None):
+        """Normalised observations; gathers those with ``mask [R]`` 1 where the statistics are mutable."""
         x = _concatenate(x, flatten=False)
         count = self.variable("model_state", "count", jnp.zeros, ())
         mean = self.variable("model_state", "mean", jnp.zeros, x.shape[1:])
@@ -281,6 +279,7 @@ class _Head(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """Outputs ``[R, n_outputs]``."""
         if self.body is not None:
             x = self.body(x)
         x = _concatenate(x)
@@ -314,11 +313,13 @@ class Policy(nn.Module):
     head_init_range: float | None = None
 
     def setup(self):
+        """Makes the submodules."""
         self.normalize = self.normalizer and call(self.normalizer, mode="train")
         body = self.body and call(self.body, mode="train")
         self.policy = _head(body, self.policy_distribution.n_inputs, self.head_init_range, 0.01)
 
     def __call__(self, x, mask=None):
+        """``dist_inputs [R, D]``."""
         x = x if self.normalize is None else self.normalize(x, mask)
         return self.policy(x)
 
@@ -338,10 +339,12 @@ class Value(nn.Module):
     head_init_range: float | None = None
 
     def setup(self):
+        """Makes the submodules."""
         self.normalize = self.normalizer and call(self.normalizer, mode="train")
         self.value = _head(self.body and call(self.body, mode="train"), 1, self.head_init_range, 1.0)
 
     def __call__(self, x, mask=None):
+        """``value [R]``."""
         x = x if self.normalize is None else self.normalize(x, mask)
         return self.value(x)[..., 0]
 
@@ -367,6 +370,7 @@ class PolicyAndValue(nn.Module):
     head_init_range: float | None = None
 
     def setup(self):
+        """Makes the submodules."""
         self.normalize = self.normalizer and call(self.normalizer, mode="train")
         make = functools.partial(call, self.body, mode="train") if self.body else lambda: None
         own = (lambda: None) if self.joint else make
@@ -376,6 +380,7 @@ class PolicyAndValue(nn.Module):
         self.value = _head(own(), 1, None, 1.0)
 
     def __call__(self, x, mask=None):
+        """``(dist_inputs [R, D], value [R])``."""
         x = x if self.normalize is None else self.normalize(x, mask)
         x = x if self.shared is None else self.shared(x)
         return self.policy(x), self.value(x)[..., 0]

@@ -42,7 +42,7 @@ class Optimizer(NamedTuple):
 
 
 def _optimizer(direction, learning_rate, weight_decay_rate=0.0, clip_grad_norm=None) -> Optimizer:
-    """w <- (1 - weight_decay_rate) w - learning_rate * direction, Trax's order of things."""
+    """New w = (1 - weight_decay_rate) w - learning_rate * direction, Trax's order of things."""
     parts = [direction, optax.scale(-learning_rate)]
     if weight_decay_rate:
         parts.append(optax.add_decayed_weights(-weight_decay_rate))

@@ -66,8 +66,8 @@ class PolicyTrainer(RLTrainer):
         )
         self._distribution = task.distribution
         self._policy_model = models.build(
-            policy_model or models.default(models.Policy, task.observation_space),
-            task.observation_space,
+            policy_model or models.default(models.Policy, self.observation_space),
+            self.observation_space,
             policy_distribution=task.distribution,
             mode="train",
         )

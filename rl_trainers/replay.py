@@ -437,13 +437,13 @@ def _open_row(replay: Replay, observation: PyTree, epoch: int) -> None:
     replay.epoch[replay.insert] = epoch
 
 
-def _discounts(steps: TimeStep, gamma: float) -> np.ndarray:
-    return np.where(np.asarray(steps.env_info.discount_mask) > 0, gamma, 1.0)
+def _discounts(discount_mask: np.ndarray, gamma: float) -> np.ndarray:
+    return np.where(np.asarray(discount_mask) > 0, gamma, 1.0)
 
 
 def _returns(steps: TimeStep, ends: np.ndarray, gamma: float) -> np.ndarray:
     """f32 ``[T, B]``, G[t] = r[t] + d[t] G[t+1] up to the end of the trajectory or the rollout."""
-    carry = _discounts(steps, gamma) * ~ends
+    carry = _discounts(steps.env_info.discount_mask, gamma) * ~ends * (steps.mask > 0)
     reward = np.asarray(steps.reward, np.float64)
     returns = np.empty_like(reward)
     following = np.zeros(reward.shape[1])
@@ -459,7 +459,7 @@ def _extend_returns(replay: Replay, gamma: float, following: np.ndarray) -> None
     if not longest:
         return
     rows = (replay.insert + np.arange(-longest, 0)) % len(replay.epoch)
-    discounts = _discounts(jax.tree.map(lambda x: x[rows], replay.steps), gamma)
+    discounts = _discounts(replay.steps.env_info.discount_mask[rows], gamma)
     factor = np.cumprod(discounts[::-1], axis=0)[::-1]
     is_open = np.arange(longest)[:, None] >= longest - n_open
     replay.steps.return_[rows] += np.where(is_open, factor * following, 0.0)

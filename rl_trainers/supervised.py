@@ -97,7 +97,7 @@ class Trainer:
         """The optimizer state for ``params``."""
         return self._optimizer.init(self._split(params)[0])
 
-    def hparams(self, step: int) -> dict[str, np.ndarray]:
+    def hparams(self, step: int) -> dict[str, Any]:
         """Numbers of the next epoch that are arguments of the compiled step.
 
         Args:

@@ -676,6 +676,14 @@ class RLTask:
         """What is stored; for :mod:`rl_trainers.replay`."""
         return self._replay
 
+    def replayed(self, epochs: Sequence[int] | None = None) -> Rollout:
+        """Everything stored, as one rollout; see :func:`rl_trainers.replay.ordered`.
+
+        Args:
+            epochs: the epochs wanted, see :meth:`resolve_epochs`; the rows of others have mask 0.
+        """
+        return replay_lib.ordered(self._replay, self.resolve_epochs(epochs))
+
     @property
     def trajectories(self) -> dict[int, list[Trajectory]]:
         """What is stored, by epoch, built at every call; trajectories also end with the epoch."""

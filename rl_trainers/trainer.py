@@ -6,14 +6,13 @@ A trainer class is a list of supervised trainers and a :meth:`RLTrainer.make_bat
 
 from __future__ import annotations
 
-import difflib
-import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from rl_trainers import checkpoint, metrics, rollout
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
-from rl_trainers.types import Batch, PyTree, Rollout, TrainState
+from rl_trainers.types import Batch, PyTree, Rollout, TimeStep, TrainState
 
 _RECENT_EPISODES = 100
 
@@ -119,6 +118,7 @@ class RLTrainer:
         self.checkpoint_interval_s = checkpoint_interval_s
         self.on_epoch = on_epoch
         self.on_eval = on_eval
+        self.observation_space = self._seen_space()
         task.set_n_replay_epochs(n_replay_epochs)
         self._epoch = 0
         self._wall_s = 0.0
@@ -127,6 +127,25 @@ class RLTrainer:
         self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
         self._saved_epoch = -1
         self._writer: metrics.MetricsWriter | None = None
+
+    # What models see.
+
+    def _see(self, observation: PyTree) -> PyTree:
+        """``task.timestep_to_np`` applied to observations with any leading axes."""
+        hook = self.task.timestep_to_np
+        if hook is None:
+            return observation
+        return hook(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
+
+    def _see_rollout(self, data: Rollout) -> Rollout:
+        steps = data.steps._replace(observation=self._see(data.steps.observation))
+        return data._replace(steps=steps, last_observation=self._see(data.last_observation))
+
+    def _seen_space(self) -> gym.Space:
+        if self.task.timestep_to_np is None:
+            return self.task.observation_space
+        seen = np.asarray(self._see(self.task.actor.observation))
+        return gym.spaces.Box(-np.inf, np.inf, seen.shape[1:], seen.dtype.type)
 
     # What subclasses supply; traced.
 
@@ -181,9 +200,10 @@ class RLTrainer:
     def _stream(self, trainer: Trainer) -> Iterator[Batch]:
         """The batches that ``trainer`` trains on, one by one, without end."""
         make = jax.jit(lambda state, data, hparams: self._rows(state, data, hparams))
+        stream_key = jax.random.fold_in(self.state.key, 1)
         while True:
             rows, valid = make(self.state, self._stored(), self.hparams())
-            key, self._stream_key = jax.random.split(self._stream_key)
+            key, stream_key = jax.random.split(stream_key)
             size = min(trainer.batch_size or valid.shape[0], valid.shape[0])
             n_batches = -(-int(valid.sum()) // size)
             index, keep = shuffled(key, valid, size, n_batches)
@@ -206,7 +226,7 @@ class RLTrainer:
         """
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
-        example = jax.tree.map(lambda x: np.asarray(x)[:1], self.task.actor.observation)
+        example = jax.tree.map(lambda x: np.asarray(x)[:1], self._see(self.task.actor.observation))
         params, model_state = jax.jit(init)(key_params, example)
         opt_state = {trainer.name: trainer.init(params) for trainer in trainers}
         self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
@@ -224,9 +244,8 @@ class RLTrainer:
         self._dist_inputs = jax.jit(self.policy_apply)
         self._learn = jax.jit(self.learn, donate_argnums=0)
         self._learn_batches = jax.jit(self.learn_batches, donate_argnums=0)
-        self._stream_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
-            self._resume()
+            self._resume(self.output_dir)
 
     def hparams(self) -> dict[str, Any]:
         """Numbers of the next epoch that are arguments of the compiled step."""
@@ -319,13 +338,7 @@ class RLTrainer:
         if self.only_eval:
             n_episodes = self.n_trajectories_per_epoch or 1
             return self._stored(), self.evaluate(n_episodes, temperature=1.0)
-        state = self.state
-        temperature = np.float32(self.collect_temperature)
-
-        def act(observation, policy_state, needs_reset, key):
-            action, key = self._act(state.params, state.model_state, observation, key, temperature)
-            return action, None, policy_state, key
-
+        act = self._actor(self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
             data, episodes = self.task.collect(act, unroll_length=unroll_length)
@@ -333,14 +346,32 @@ class RLTrainer:
             data, episodes = self.task.collect(
                 act, n_trajectories=self.n_trajectories_per_epoch
             )
-        dist_inputs = self._dist_inputs(state.params, state.model_state, data.steps.observation)
-        steps = data.steps._replace(dist_inputs=np.asarray(dist_inputs))
-        data = data._replace(steps=steps, policy_version=np.asarray(state.step))
+        seen = self._see_rollout(data)
+        dist_inputs = self._dist_inputs(
+            self.state.params, self.state.model_state, seen.steps.observation
+        )
+        version, dist_inputs = np.asarray(self.state.step), np.asarray(dist_inputs)
+        seen, data = (
+            x._replace(steps=x.steps._replace(dist_inputs=dist_inputs), policy_version=version)
+            for x in (seen, data)
+        )
         self.task.add(data, self._epoch + 1)
-        return (data if self.on_policy else self._stored()), episodes
+        return (seen if self.on_policy else self._stored()), episodes
 
     def _stored(self) -> Rollout:
-        return self.task.replayed()
+        """The replay as models see it, host arrays ``[T, B]``."""
+        return self._see_rollout(self.task.replayed())
+
+    def _actor(self, temperature: float) -> rollout.Act:
+        """The current policy, for :func:`rollout.unroll_host`."""
+        params, model_state = self.state.params, self.state.model_state
+        traced = np.float32(temperature)
+
+        def act(observation, policy_state, needs_reset, key):
+            action, key = self._act(params, model_state, self._see(observation), key, traced)
+            return action, None, policy_state, key
+
+        return act
 
     def train_epoch(self, data: Rollout) -> dict[str, float]:
         """Trains for one epoch.
@@ -372,18 +403,9 @@ class RLTrainer:
         Returns:
             Returns and lengths of the episodes.
         """
-        state = self.state
-        traced_temperature = np.float32(temperature)
-
-        def act(observation, policy_state, needs_reset, key):
-            action, key = self._act(
-                state.params, state.model_state, observation, key, traced_temperature
-            )
-            return action, None, policy_state, key
-
         key = jax.random.fold_in(jax.random.PRNGKey(self.seed), self._epoch)
         return self.task.evaluate(
-            act, n_episodes, max_steps=max_steps, seed=self.seed + self._epoch, key=key
+            self._actor(temperature), n_episodes, max_steps=max_steps, seed=self.seed + self._epoch, key=key
         )
 
     def _evaluate_epoch(self) -> dict[str, float]:
@@ -415,7 +437,7 @@ class RLTrainer:
         observation = (
             trajectory.last_observation if isinstance(trajectory, Trajectory) else trajectory
         )
-        batch = jax.tree.map(lambda x: np.asarray(x)[None], observation)
+        batch = self._see(jax.tree.map(lambda x: np.asarray(x)[None], observation))
         key, key_act = jax.random.split(self.state.key)
         self.state = self.state._replace(key=key)
         params, model_state = self.state.params, self.state.model_state
@@ -475,10 +497,11 @@ class RLTrainer:
         self.load_state_dict(found[1])
         return True
 
-    def _resume(self) -> None:
-        if self.restore(self.output_dir):
+    def _resume(self, output_dir: str) -> None:
+        checkpoint.remove_leftovers(output_dir)
+        if self.restore(output_dir):
             self._saved_epoch = self._epoch
-        self._writer = metrics.MetricsWriter(self.output_dir, resume_epoch=self._epoch)
+        self._writer = metrics.MetricsWriter(output_dir, resume_epoch=self._epoch)
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a text to TensorBoard, if there is an ``output_dir``."""

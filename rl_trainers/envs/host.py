@@ -117,6 +117,10 @@ class SubEnv(gymnasium.Wrapper):
         self._needs_reset = bool(terminated) or truncated
         return observation, reward, bool(terminated), truncated, info
 
+    def env_name(self) -> str:
+        """The id of the environment, or the name of its class."""
+        return _name(self.env)
+
     def take_snapshot(self) -> dict[str, Any]:
         """Returns the state as a nest of JSON values and arrays."""
         plain = self._is_plain
@@ -265,6 +269,8 @@ class HostEnv:
             EnvError: an environment raised or its process died; all others are closed.
             FloatingPointError: a reward or observation is NaN or infinite.
         """
+        if self._closed:
+            self._check_open()
         if self._action_dtype is None:
             action = _cast(self._venv.action_space, action)
         elif type(action) is not np.ndarray or action.dtype is not self._action_dtype:
@@ -598,14 +604,15 @@ def _from_factory(
         # Workers start from a clean process: forking one in which JAX runs threads can deadlock.
         methods = multiprocessing.get_all_start_methods()
         context = "forkserver" if "forkserver" in methods else "spawn"
+        multiprocessing.get_context(context).set_forkserver_preload(["__main__", __name__])
         try:
-            venv: VectorEnv = _Process(fns, context=context)
+            venv: Any = _Process(fns, context=context)
         except (EOFError, OSError) as error:
             raise EnvError(
                 "a worker process died while it made its environment; is the script guarded by "
                 f"if __name__ == '__main__'? ({error!r})"
             ) from error
-        return HostEnv(venv, name or _name(sources[0]))
+        return HostEnv(venv, name or venv.call("env_name")[0])
     sync = _Sync(fns)
     if len({id(sub.unwrapped) for sub in sync.envs}) != num_envs:
         raise ValueError("env: the factory returned the same object twice; it must make new ones")
@@ -705,7 +712,7 @@ def _name(env: Any) -> str:
     inner = getattr(env, "unwrapped", env)
     if isinstance(inner, _ADAPTERS):
         inner = inner.env
-    return getattr(inner, "__name__", type(inner).__name__)
+    return type(inner).__name__
 
 
 def _returned_space(space: gymnasium.Space, name: str = "observation_space") -> gymnasium.Space:

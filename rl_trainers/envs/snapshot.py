@@ -172,16 +172,14 @@ def _fill(saved: np.ndarray, current: Any) -> np.ndarray:
 
 
 def _decode_random(tag: str, state: Any, current: Any) -> Any:
-    if tag == "generator":
-        if not isinstance(current, np.random.Generator):
-            current = np.random.Generator(getattr(np.random, state["bit_generator"])())
+    if tag == "generator" and isinstance(current, np.random.Generator):
         current.bit_generator.state = state
-    elif tag == "random_state":
-        current = current if isinstance(current, np.random.RandomState) else np.random.RandomState()
+    elif tag == "random_state" and isinstance(current, np.random.RandomState):
         current.set_state(state)
-    else:
-        current = current if isinstance(current, random.Random) else random.Random()
+    elif tag == "random" and isinstance(current, random.Random):
         current.setstate(state)
+    else:
+        raise OpaqueError(f"state of a {tag} does not fit a {type(current).__name__}")
     return current
 
 
