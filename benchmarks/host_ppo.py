@@ -1,7 +1,7 @@
 """PPO on gymnasium's CartPole-v1: rl_trainers against stable-baselines3, in the same session.
 
-Each run is a process of its own; the two sides take turns. Prints one JSON line per run, and one with
-medians and the ratios ours / peer, pair by pair.
+Each run is a process of its own; the two sides take turns. Prints one JSON line per run, and one
+with medians and the ratios ours / peer, pair by pair.
 
     python benchmarks/host_ppo.py --seeds 5 --peer_python VENV/bin/python
 
@@ -100,7 +100,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
     begin = time.time()
     import jax
 
-    import rl_trainers
+    import rl_trainers  # noqa: F401
 
     import_s = time.time() - begin
     compilations = [0, 0]
@@ -217,7 +217,7 @@ def run_peer(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _same_peer_settings() -> dict[str, Any]:
-    """The settings of :func:`_same_trainer`; the networks are the peer's default, two of 64 x 64 tanh."""
+    """The settings of :func:`_same_trainer`; the peer's networks are two of 64 x 64 tanh too."""
     return {
         "learning_rate": 2.5e-4,
         "n_steps": 128,
@@ -254,7 +254,8 @@ def summarize(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         For each figure the median of the runs that have it (``goal_s`` and ``goal_env_steps`` are
-        missing where the goal was not reached), and the ratio of every pair that has it on both sides.
+        missing where the goal was not reached), and the ratio of each pair that has it on both
+        sides.
     """
     by_side: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
@@ -290,6 +291,8 @@ def _worker(side: str, seed: int, options: argparse.Namespace, cache: str, steps
     """Starts a run as a process of its own and returns what it reports."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     python = options.peer_python
+    if side == "peer" and options.peer_threads:
+        environment["OMP_NUM_THREADS"] = str(options.peer_threads)
     if side == "ours":
         python = sys.executable
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -299,9 +302,7 @@ def _worker(side: str, seed: int, options: argparse.Namespace, cache: str, steps
         *("--worker", side, "--steps", str(steps), "--settings", options.settings),
         *("--seed", str(seed), "--started", repr(time.time()), "--goal", repr(options.goal)),
     ]
-    done = subprocess.run(
-        [python, __file__, *arguments], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([python, __file__, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"the run of {side} with seed {seed} failed with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -350,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="of compilations")
     parser.add_argument("--side", choices=("both", "ours", "peer"), default="both")
     parser.add_argument("--peer_python", default=sys.executable, help="has stable-baselines3")
+    parser.add_argument("--peer_threads", type=int, default=1, help="of torch; 0: its own choice")
     parser.add_argument("--full", action="store_true", help="go on to the limit at a mean of 475")
     for hidden, kind in (("worker", str), ("seed", int), ("started", float), ("goal", float)):
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)

@@ -1,9 +1,10 @@
 """What a configuration learns: trains it with several seeds and plays the final policies greedily.
 
-Every seed is trained by the command line in a process of its own. Prints one JSON line per seed, and a
-summary with the interquartile mean (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264) over seeds.
+Every seed is trained by the command line in a process of its own. Prints one JSON line per seed,
+and a summary with the interquartile mean over seeds (Agarwal et al. 2021,
+https://arxiv.org/abs/2108.13264).
 
-    python benchmarks/learning.py --config_file configs/ppo_joint_cartpole.gin --seeds 10 --workers 2
+    python benchmarks/learning.py --config_file configs/ppo_joint_cartpole.gin --workers 2
 """
 
 from __future__ import annotations
@@ -116,14 +117,10 @@ def _train_all(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config_file", action="append", required=True, help="may be repeated")
-    parser.add_argument(
-        "--config", action="append", default=[], help="gin binding; may be repeated"
-    )
+    parser.add_argument("--config", action="append", default=[], help="gin binding, likewise")
     parser.add_argument("--seeds", type=int, default=10, help="how many")
     parser.add_argument("--first_seed", type=int, default=0)
-    parser.add_argument(
-        "--workers", type=int, default=1, help="seeds at a time, 1 thread each if > 1"
-    )
+    parser.add_argument("--workers", type=int, default=1, help="seeds at a time; if > 1, 1 thread each")
     parser.add_argument("--output_root", type=Path, help="keep the runs in seed_0, seed_1, .. here")
     parser.add_argument("--json", action="store_true", help="the summary as JSON too")
     return parser

@@ -1,6 +1,6 @@
-"""Speed of the replay: CartPole-v1 steps from 8 environments, added by rollouts and drawn in batches.
+"""Speed of the replay: CartPole-v1 steps of 8 environments, added by rollouts, drawn in batches.
 
-python benchmarks/replay.py --steps 1000000
+Prints one JSON line.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ActorCriticJointTrainer(RLTrainer):
             hparams: f32 scalars by name.
 
         Returns:
-            ``(loss f32 [], metrics of f32 [])``.
+            ``(loss f32 [], metrics)``; metrics by name, f32 ``[]``, or ``[N, L]`` to be averaged.
         """
         raise NotImplementedError
 
@@ -155,14 +155,14 @@ class ActorCriticJointTrainer(RLTrainer):
         log_prob = self._distribution.log_prob(dist_inputs, batch.action)
         common = {
             "joint_loss": loss,
-            "advantage_mean": losses.masked_mean(batch.advantage, mask),
+            "advantage_mean": batch.advantage,
             "advantage_norm": jnp.linalg.norm(batch.advantage * mask),
-            "value_loss": losses.value_loss(value, batch.value_target, mask),
+            "value_loss": jnp.square(value - batch.value_target),
             "explained_variance": losses.explained_variance(value, batch.value_target, mask),
-            "log_probs_mean": losses.masked_mean(log_prob, mask),
+            "log_probs_mean": log_prob,
             "preferred_move": preferred_move(self._distribution.mode(dist_inputs), mask),
         }
-        return loss, {**common, **metrics}
+        return loss, losses.masked_means({**common, **metrics}, mask)
 
     def _train_steps(self, train_steps_per_epoch: int | None, batch_size: int | None) -> int:
         """Steps that make ``default_passes`` over an epoch's rows, if the user did not say."""
@@ -175,14 +175,14 @@ class ActorCriticJointTrainer(RLTrainer):
 
 
 def preferred_move(mode: PyTree, mask: jax.Array) -> jax.Array:
-    """Mean over unmasked entries (and action dimensions) of the greedy action, f32 ``[]``.
+    """The greedy action, averaged over its dimensions, f32 ``[N, L]``.
 
     Args:
         mode: ``[N, L, *act]``.
         mask: f32 ``[N, L]``.
     """
     leaves = [x.reshape(*mask.shape, -1).astype(jnp.float32) for x in jax.tree.leaves(mode)]
-    return losses.masked_mean(jnp.concatenate(leaves, -1).mean(-1), mask)
+    return jnp.concatenate(leaves, -1).mean(-1)
 
 
 @gin.configurable(module="rl_trainers", denylist=["task", "output_dir"])
@@ -223,17 +223,15 @@ class PPOJoint(ActorCriticJointTrainer):
         entropy = losses.masked_mean(dist.entropy(dist_inputs), mask)
         entropy_loss = hparams["entropy_coeff"] * entropy
         loss = surrogate + hparams["value_loss_coeff"] * value_loss - entropy_loss
-        clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
-        is_clipped = (jnp.abs(ratio - 1) > epsilon).astype(jnp.float32)
         return loss, {
             "entropy": entropy,
             "entropy_loss": entropy_loss,
-            "probs_ratio_mean": losses.masked_mean(ratio, mask),
-            "unclipped_objective_mean": losses.masked_mean(ratio * batch.advantage, mask),
-            "clipped_objective_mean": losses.masked_mean(clipped * batch.advantage, mask),
+            "probs_ratio_mean": ratio,
+            "unclipped_objective_mean": ratio * batch.advantage,
+            "clipped_objective_mean": jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * batch.advantage,
             "ppo_objective_mean": -surrogate,
-            "clip_fraction": losses.masked_mean(is_clipped, mask),
-            "approximate_kl_divergence": losses.approximate_kl(ratio, mask),
+            "clip_fraction": (jnp.abs(ratio - 1) > epsilon).astype(jnp.float32),
+            "approximate_kl_divergence": losses.approximate_kl(ratio),
         }
 
 
@@ -284,7 +282,7 @@ class A2CJoint(ActorCriticJointTrainer):
             "entropy": entropy,
             "entropy_loss": entropy_loss,
             "a2c_objective_mean": objective,
-            "approximate_kl_divergence": losses.approximate_kl(ratio, mask),
+            "approximate_kl_divergence": losses.approximate_kl(ratio),
         }
 
 

@@ -19,6 +19,22 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(mask > 0, x * mask, 0.0)) / jnp.maximum(jnp.sum(mask), 1e-8)
 
 
+def masked_means(metrics: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
+    """Takes the masked mean of those entries that are rows, in one reduction, and keeps the others.
+
+    Args:
+        metrics: f32 ``[N, L]`` or ``[]`` by name.
+        mask: f32 ``[N, L]``.
+
+    Returns:
+        f32 ``[]`` by name.
+    """
+    rows = {name: x for name, x in metrics.items() if jnp.ndim(x) == jnp.ndim(mask)}
+    stacked = jnp.where(mask > 0, jnp.stack(list(rows.values())) * mask, 0.0)
+    means = jnp.sum(stacked, axis=(1, 2)) / jnp.maximum(jnp.sum(mask), 1e-8)
+    return {**metrics, **dict(zip(rows, means, strict=True))}
+
+
 def masked_std(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Standard deviation (of the population) of ``x`` where ``mask`` is 1; 0 if it is 1 nowhere."""
     centered = jnp.where(mask > 0, x - masked_mean(x, mask), 0.0)
@@ -93,12 +109,12 @@ def threshold_weights(
     return weights * mask
 
 
-def approximate_kl(ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """E[rho - 1 - log rho], an estimate of KL(pi_old || pi) that is never negative.
+def approximate_kl(ratio: jax.Array) -> jax.Array:
+    """``rho - 1 - log rho``, whose mean estimates KL(pi_old || pi); never negative; f32 ``[N, L]``.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html (estimator k3).
     """
-    return masked_mean(ratio - 1.0 - jnp.log(ratio), mask)
+    return ratio - 1.0 - jnp.log(ratio)
 
 
 def explained_variance(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
@@ -106,8 +122,10 @@ def explained_variance(value: jax.Array, target: jax.Array, mask: jax.Array) -> 
 
     If the targets are constant it is 1 for an exact fit and 0 otherwise; never NaN.
     """
-    residual = jnp.square(masked_std(target - value, mask))
-    variance = jnp.square(masked_std(target, mask))
+    both = {"residual": target - value, "target": target}
+    means = masked_means(both, mask)
+    squares = {name: jnp.square(x - means[name]) for name, x in both.items()}
+    residual, variance = masked_means(squares, mask).values()
     constant = jnp.where(residual < 1e-12, 1.0, 0.0)
     return jnp.where(variance < 1e-12, constant, 1.0 - residual / jnp.maximum(variance, 1e-12))
 

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -31,7 +32,33 @@ _TAGS = {
     "collect_s": "timing/collect",
     "train_s": "timing/train",
     "wall_s": "timing/wall",
+    "compilations": "timing/compilations",
+    "compile_s": "timing/compile",
 }
+
+
+class Compilations(NamedTuple):
+    """How many programs this process has compiled, and the seconds that took."""
+
+    count: int
+    seconds: float
+
+
+_compilations = Compilations(0, 0.0)
+
+
+def _on_duration(event: str, seconds: float, **_: Any) -> None:
+    global _compilations
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations = Compilations(_compilations.count + 1, _compilations.seconds + seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+def compilations() -> Compilations:
+    """What was compiled, or read from the compilation cache, since this module was imported."""
+    return _compilations
 
 
 def eval_key(temperature: float, steps: int) -> str:
@@ -154,9 +181,10 @@ class Progress:
     def update(self, record: Mapping[str, Any]) -> None:
         """Takes a record as :class:`MetricsWriter` does; draws it if enough time has passed.
 
-        A missing or NaN return keeps the last one that was known.
+        The return shown is ``recent_return``, else ``avg_return``; a missing or NaN one keeps the last
+        that was known.
         """
-        known = record.get("avg_return")
+        known = record.get("recent_return", record.get("avg_return"))
         last = self._record.get("avg_return")
         self._record = {**record, "avg_return": last if known is None or known != known else known}
         if self._start_fraction is None:

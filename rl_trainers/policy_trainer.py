@@ -111,20 +111,19 @@ class PolicyTrainer(RLTrainer):
             hparams: f32 scalars by name.
 
         Returns:
-            ``(loss f32 [], metrics of f32 [])``.
+            ``(loss f32 [], metrics)``; metrics by name, f32 ``[]``, or ``[N, L]`` to be averaged.
         """
         log_prob = self._distribution.log_prob(dist_inputs, batch.action)
         return losses.policy_gradient(log_prob, batch.advantage, batch.mask), {}
 
     def policy_metrics(self, dist_inputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        """Metrics that do not depend on the loss, f32 ``[]`` by name; traced."""
+        """Metrics that do not depend on the loss; f32 ``[]``, or ``[N, L]`` to be averaged; traced."""
         dist, mask = self._distribution, batch.mask
-        log_prob = dist.log_prob(dist_inputs, batch.action)
         return {
-            "policy_entropy": losses.masked_mean(dist.entropy(dist_inputs), mask),
-            "advantage_mean": losses.masked_mean(batch.advantage, mask),
+            "policy_entropy": dist.entropy(dist_inputs),
+            "advantage_mean": batch.advantage,
             "advantage_std": losses.masked_std(batch.advantage, mask),
-            "log_probs_mean": losses.masked_mean(log_prob, mask),
+            "log_probs_mean": dist.log_prob(dist_inputs, batch.action),
             "preferred_move": preferred_move(dist.mode(dist_inputs), mask),
         }
 
@@ -153,7 +152,8 @@ class PolicyTrainer(RLTrainer):
     def _policy_loss(self, params, model_state, batch: Batch, hparams: dict):
         dist_inputs = self._policy_model.apply(params, model_state, batch.observation)
         loss, metrics = self.policy_loss(dist_inputs, batch, hparams)
-        return loss, {"policy_loss": loss, **self.policy_metrics(dist_inputs, batch), **metrics}
+        metrics = {"policy_loss": loss, **self.policy_metrics(dist_inputs, batch), **metrics}
+        return loss, losses.masked_means(metrics, batch.mask)
 
 
 def returns_to_go(steps: TimeStep, gamma: float) -> tuple[jax.Array, jax.Array]:

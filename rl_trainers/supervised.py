@@ -130,7 +130,7 @@ class Trainer:
             return self._loss_fn({**fixed, **trained}, state.model_state, batch, hparams)
 
         grads, metrics = jax.grad(loss_fn, has_aux=True)(trained)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         scale = jnp.minimum(1.0, mine["clip_grad_norm"] / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
         opt_state = state.opt_state[self.name]

@@ -187,7 +187,14 @@ class _PolicyEnv:
     ``act`` and its ``env``.
     """
 
-    def __init__(self, env: HostEnv, policy: Policy, max_steps: int | None, distribution: Any):
+    def __init__(
+        self,
+        env: HostEnv,
+        policy: Policy,
+        max_steps: int | None,
+        distribution: Any,
+        episode_length: np.ndarray,
+    ):
         self.num_envs = env.num_envs
         self._env, self._policy, self._max_steps = env, policy, max_steps
         inputs = np.zeros(distribution.n_inputs, np.float32)
@@ -195,11 +202,13 @@ class _PolicyEnv:
         self._actions: list[PyTree] = []
         self._dist_inputs: list[Any] = []
         self._resets = np.zeros(env.num_envs, bool)
+        self._length = np.array(episode_length)
         self.trajectories: list[Trajectory] = []
 
     def reset(self, seed: int) -> PyTree:
         """Starts all environments."""
         self.trajectories = []
+        self._length[:] = 0
         return self._env.reset(seed)
 
     def act(self, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
@@ -241,7 +250,8 @@ class _PolicyEnv:
                 dist_inputs=self._dist_inputs[b],
                 env_info=EnvInfo(*(info[f][b] if f in info else 1.0 for f in EnvInfo._fields)),
             )
-            if self._max_steps and len(trajectory) > self._max_steps and not trajectory.done:
+            self._length[b] = 0 if trajectory.done else self._length[b] + 1
+            if self._max_steps and self._length[b] and self._length[b] % self._max_steps == 0:
                 self.trajectories[b] = Trajectory(after)
         return observation, reward, terminated, truncated, info
 
@@ -359,9 +369,14 @@ class RLTask:
 
     Attributes:
         env: :class:`rl_trainers.envs.HostEnv` with ``num_envs`` environments.
+        env_name: its id, or the name of its class.
+        observation_space: of one environment.
+        action_space: of one environment.
         distribution: of the actions.
         actor: :class:`ActorState`, where the environments stand; a trainer sets its
             ``policy_state``.
+        replay: :class:`rl_trainers.replay.Replay`, what is stored.
+        gamma, max_steps, time_limit, timestep_to_np: as given.
         rng: numpy generator that sampling uses.
         n_initial_interactions: decisions in the initial trajectories.
         n_eval_interactions: decisions taken in evaluations.
@@ -396,19 +411,22 @@ class RLTask:
         _check_at_least(1, n_replay_epochs=n_replay_epochs, num_stacked_frames=num_stacked_frames)
         _check_at_least(0, seed=seed)
         _check_at_least(num_envs, capacity=capacity)
-        self._gamma, self._max_steps = gamma, max_steps
-        self._time_limit = max_steps if time_limit is None else time_limit
-        self._timestep_to_np, self._n_replay_epochs = timestep_to_np, n_replay_epochs
+        self.gamma, self.max_steps = gamma, max_steps
+        self.time_limit = max_steps if time_limit is None else time_limit
+        self.timestep_to_np, self._n_replay_epochs = timestep_to_np, n_replay_epochs
         prepare = functools.partial(
             _prepared, dm_suite=dm_suite, random_starts=random_starts, n_frames=num_stacked_frames
         )
         source = prepare(env)
-        self.env = make_host_env(source, num_envs, time_limit=self._time_limit, backend=backend)
+        self.env = make_host_env(source, num_envs, time_limit=self.time_limit, backend=backend)
         self._make_eval_env = (
             functools.partial(make_eval_env, source, self.env.num_envs, backend=backend)
             if eval_env is None
             else functools.partial(make_host_env, prepare(eval_env), num_envs, backend=backend)
         )
+        self.env_name = self.env.name
+        self.observation_space = self.env.observation_space
+        self.action_space = self.env.action_space
         seeds = np.random.SeedSequence(seed)
         env_seed, self._eval_seed, *key = (int(x) for x in seeds.generate_state(4))
         self.rng = np.random.default_rng(seeds.spawn(1)[0])
@@ -416,10 +434,10 @@ class RLTask:
         self.actor = rollout_lib.initial_actor(
             observation, self.env.num_envs, np.array(key, np.uint32)
         )
-        self.distribution = (action_distribution or create_distribution)(self.env.action_space)
+        self.distribution = (action_distribution or create_distribution)(self.action_space)
         self._grows = capacity is None
         rows = 1 if capacity is None else max(1, capacity // self.env.num_envs)
-        self._replay = replay_lib.create(self._example(self.distribution.n_inputs), rows)
+        self.replay = replay_lib.create(self._example(self.distribution.n_inputs), rows)
         self._n_trajectories = self._n_interactions = 0
         self.n_initial_interactions = self.n_eval_interactions = 0
         self._load_initial(initial_trajectories)
@@ -440,43 +458,6 @@ class RLTask:
             dist_inputs=np.zeros((num_envs, n_inputs), np.float32),
             env_info=EnvInfo(ones, ones),
         )
-
-    # What the task is.
-
-    @property
-    def env_name(self) -> str:
-        """The environment's id, or the name of its class."""
-        return self.env.name
-
-    @property
-    def observation_space(self) -> gymnasium.Space:
-        """Of one environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> gymnasium.Space:
-        """Of one environment."""
-        return self.env.action_space
-
-    @property
-    def gamma(self) -> float:
-        """Discount factor per step."""
-        return self._gamma
-
-    @property
-    def max_steps(self) -> int | None:
-        """Decisions after which a trajectory is cut, ``None`` for no limit."""
-        return self._max_steps
-
-    @property
-    def time_limit(self) -> int | None:
-        """Decisions after which an episode is truncated, ``None`` for no limit of the task."""
-        return self._time_limit
-
-    @property
-    def timestep_to_np(self) -> Callable[[TimeStep], TimeStep] | None:
-        """Maps a :class:`TimeStep` with any leading axes to what models see."""
-        return self._timestep_to_np
 
     @functools.cached_property
     def eval_env(self) -> HostEnv:
@@ -514,16 +495,16 @@ class RLTask:
         Raises:
             ValueError: not exactly one of the three counts is given, or it is less than 1.
         """
-        counts = {
-            "unroll_length": unroll_length,
-            "n_trajectories": n_trajectories,
-            "n_interactions": n_interactions,
-        }
-        _check_exactly_one(counts)
-        rollout, episodes = self._collect(self.env, act, counts, self._max_steps)
+        _check_exactly_one(
+            unroll_length=unroll_length,
+            n_trajectories=n_trajectories,
+            n_interactions=n_interactions,
+        )
         if unroll_length is None:
-            rollout = rollout_lib.pad(rollout, rollout_lib.bucket(len(rollout.steps.mask)))
-        return rollout, episodes
+            until = _Until(self.actor, self.max_steps, n_trajectories, n_interactions)
+            rollout, episodes = self._collect(self.env, act, self.max_steps, until)
+            return rollout_lib.pad(rollout, rollout_lib.bucket(len(rollout.steps.mask))), episodes
+        return self._collect(self.env, act, self.max_steps, unroll_length)
 
     def add(self, rollout: Rollout, epoch: int) -> None:
         """Puts a rollout into the replay; epochs older than the newest ``n_replay_epochs`` go.
@@ -534,7 +515,7 @@ class RLTask:
             epoch: at least 0.
         """
         self._forget(epoch)
-        self._store(rollout, epoch, self._max_steps)
+        self._store(rollout, epoch, self.max_steps)
 
     def evaluate(
         self,
@@ -563,7 +544,7 @@ class RLTask:
             Exactly ``n_episodes`` episodes, in the order of the environments.
         """
         _check_at_least(1, n_episodes=n_episodes, max_steps=max_steps)
-        limit = self._time_limit if max_steps is None else max_steps
+        limit = self.time_limit if max_steps is None else max_steps
         return self._evaluate(self.eval_env, act, n_episodes, limit, seed, key, policy_state)
 
     def collect_trajectories(
@@ -591,13 +572,13 @@ class RLTask:
         Raises:
             ValueError: not exactly one of the two counts is given, or it is less than 1.
         """
-        counts = {"n_trajectories": n_trajectories, "n_interactions": n_interactions}
-        _check_exactly_one(counts)
-        max_steps = self._max_steps if max_steps is None else max_steps
+        _check_exactly_one(n_trajectories=n_trajectories, n_interactions=n_interactions)
+        max_steps = self.max_steps if max_steps is None else max_steps
         env = self.eval_env if only_eval else self.env
-        player = _PolicyEnv(env, policy, max_steps, self.distribution)
+        player = _PolicyEnv(env, policy, max_steps, self.distribution, self.actor.episode_length)
         if only_eval and n_trajectories is not None:
-            episodes = self._evaluate(player, player.act, n_trajectories, max_steps)
+            limit = self.time_limit if max_steps is None else max_steps
+            episodes = self._evaluate(player, player.act, n_trajectories, limit)
         elif only_eval:
             observation = player.reset(self._eval_seed)
             actor = rollout_lib.initial_actor(observation, env.num_envs, self.actor.key)
@@ -606,22 +587,21 @@ class RLTask:
             self.n_eval_interactions += int(np.count_nonzero(rollout.steps.mask))
         else:
             self._forget(epoch_id)
-            rollout, episodes = self._collect(player, player.act, counts, max_steps)
+            until = _Until(self.actor, max_steps, n_trajectories, n_interactions)
+            rollout, episodes = self._collect(player, player.act, max_steps, until)
             self._store(rollout, epoch_id, max_steps)
         return float(np.mean(episodes.returns)) if len(episodes.returns) else float("nan")
 
     def _collect(
-        self, env: Any, act: Act, counts: dict[str, int | None], max_steps: int | None
+        self, env: Any, act: Act, max_steps: int | None, length: int | _Until
     ) -> tuple[Rollout, Episodes]:
-        before, counts = self.actor, dict(counts)
-        unroll_length = counts.pop("unroll_length", None)
-        if unroll_length is not None:
-            self.actor, rollout, episodes = rollout_lib.unroll_host(
-                env, act, before, unroll_length, self.distribution.to_env
-            )
+        before = self.actor
+        if isinstance(length, _Until):
+            self.actor, rollout, episodes = self._unroll(env, act, before, length)
         else:
-            until = _Until(before, max_steps, counts["n_trajectories"], counts["n_interactions"])
-            self.actor, rollout, episodes = self._unroll(env, act, before, until)
+            self.actor, rollout, episodes = rollout_lib.unroll_host(
+                env, act, before, length, self.distribution.to_env
+            )
         ends, _ = replay_lib.trajectory_ends(rollout.steps, before.episode_length, max_steps)
         self._n_trajectories += int(np.count_nonzero(ends))
         self._n_interactions += int(np.count_nonzero(rollout.steps.mask))
@@ -671,25 +651,20 @@ class RLTask:
 
     # The replay.
 
-    @property
-    def replay(self) -> replay_lib.Replay:
-        """What is stored; for :mod:`rl_trainers.replay`."""
-        return self._replay
-
     def replayed(self, epochs: Sequence[int] | None = None) -> Rollout:
         """Everything stored, as one rollout; see :func:`rl_trainers.replay.ordered`.
 
         Args:
             epochs: the epochs wanted, see :meth:`resolve_epochs`; the rows of others have mask 0.
         """
-        return replay_lib.ordered(self._replay, self.resolve_epochs(epochs))
+        return replay_lib.ordered(self.replay, self.resolve_epochs(epochs))
 
     @property
     def trajectories(self) -> dict[int, list[Trajectory]]:
         """What is stored, by epoch, built at every call; trajectories also end with the epoch."""
         stored = {}
-        for epoch in replay_lib.epoch_ids(self._replay):
-            found = replay_lib.segments(self._replay, [epoch])
+        for epoch in replay_lib.epoch_ids(self.replay):
+            found = replay_lib.segments(self.replay, [epoch])
             stored[epoch] = [self._trajectory(*place) for place in zip(*found, strict=True)]
         return stored
 
@@ -705,19 +680,19 @@ class RLTask:
         """Changes how many of the newest epochs the replay keeps."""
         _check_at_least(1, n_replay_epochs=n_replay_epochs)
         self._n_replay_epochs = n_replay_epochs
-        stored = replay_lib.epoch_ids(self._replay)
+        stored = replay_lib.epoch_ids(self.replay)
         if stored:
             self._forget(stored[-1])
 
     def remove_epoch(self, epoch: int) -> None:
         """Removes an epoch from the replay."""
-        self._replay = replay_lib.remove(self._replay, self._replay.epoch == epoch)
+        self.replay = replay_lib.remove(self.replay, self.replay.epoch == epoch)
 
     def resolve_epochs(self, epochs: Sequence[int] | None) -> list[int] | None:
         """Negative numbers count from the newest stored epoch, -1; ``None`` means all."""
         if epochs is None:
             return None
-        stored = replay_lib.epoch_ids(self._replay)
+        stored = replay_lib.epoch_ids(self.replay)
         return [stored[e] if e < 0 else e for e in epochs if e >= -len(stored)]
 
     def trajectory_slice_stream(
@@ -752,6 +727,7 @@ class RLTask:
                 steps = jax.tree.map(lambda x, at=start: x[at:][:length], steps)
                 if len(steps.mask) >= (least or 0):
                     yield self._to_np(steps)
+            return
         while True:
             steps, rows = self._draw_slices(1, epochs, length, least, margin, uniform)
             yield self._to_np(jax.tree.map(lambda x, end=rows[0]: x[0, :end], steps))
@@ -795,7 +771,7 @@ class RLTask:
             yield self._to_np(jax.tree.map(lambda x, end=end: x[:, :end], steps))
 
     def _to_np(self, steps: TimeStep) -> TimeStep:
-        return steps if self._timestep_to_np is None else self._timestep_to_np(steps)
+        return steps if self.timestep_to_np is None else self.timestep_to_np(steps)
 
     def _draw_slices(
         self,
@@ -810,12 +786,12 @@ class RLTask:
         epochs = self.resolve_epochs(epochs)
         length = max_length
         if length is None:
-            longest = replay_lib.segments(self._replay, epochs).length.max(initial=1)
+            longest = replay_lib.segments(self.replay, epochs).length.max(initial=1)
             length = rollout_lib.bucket(int(longest) + margin)
         drawn, missing = [], n
         for _ in range(_MAX_TRIES):
             steps = replay_lib.sample_slices(
-                self.rng, self._replay, missing, length, margin,
+                self.rng, self.replay, missing, length, margin,
                 epochs=epochs, per_trajectory=uniform,
             ).steps  # fmt: skip
             rows = np.minimum(steps.mask.sum(1, dtype=np.int64) + margin, length)
@@ -833,7 +809,7 @@ class RLTask:
         self, epochs: Sequence[int] | None, length: int | None, margin: int, uniform: bool
     ) -> Iterator[Trajectory]:
         while True:
-            found = replay_lib.segments(self._replay, self.resolve_epochs(epochs))
+            found = replay_lib.segments(self.replay, self.resolve_epochs(epochs))
             if not len(found.length):
                 raise ValueError(f"no decision is stored in the epochs {epochs}.")
             weights = np.ones(len(found.length))
@@ -845,7 +821,7 @@ class RLTask:
 
     def _trajectory(self, age: int, column: int, length: int) -> Trajectory:
         place = np.array([age]), np.array([column])
-        copied = replay_lib.gather(self._replay, *place, int(length))
+        copied = replay_lib.gather(self.replay, *place, int(length))
         trajectory = Trajectory(_row(copied.last_observation, 0))
         steps = _row(copied.steps, 0)
         trajectory._timesteps = [_row(steps, t) for t in range(length)]
@@ -853,17 +829,17 @@ class RLTask:
 
     def _forget(self, epoch: int) -> None:
         """Removes the epochs that are too old once ``epoch`` is the newest."""
-        replay, oldest = self._replay, epoch - self._n_replay_epochs + 1
+        replay, oldest = self.replay, epoch - self._n_replay_epochs + 1
         if replay.size and replay.epoch[replay.rows(np.array(0))] < oldest:
-            self._replay = replay_lib.remove(replay, replay.epoch < oldest)
+            self.replay = replay_lib.remove(replay, replay.epoch < oldest)
 
     def _store(self, rollout: Rollout, epoch: int, max_steps: int | None) -> None:
         rollout = rollout._replace(steps=self._completed(rollout.steps))
         n_inputs = rollout.steps.dist_inputs.shape[-1]
-        if not self._replay.size and n_inputs != self._n_inputs():
-            self._replay = replay_lib.create(self._example(n_inputs), self._replay.capacity)
-        self._replay = replay_lib.add(
-            self._replay, rollout, epoch, gamma=self._gamma, max_steps=max_steps, grow=self._grows
+        if not self.replay.size and n_inputs != self._n_inputs():
+            self.replay = replay_lib.create(self._example(n_inputs), self.replay.capacity)
+        self.replay = replay_lib.add(
+            self.replay, rollout, epoch, gamma=self.gamma, max_steps=max_steps, grow=self._grows
         )
 
     def _completed(self, steps: TimeStep) -> TimeStep:
@@ -886,9 +862,9 @@ class RLTask:
             _check_at_least(0, initial_trajectories=initial)
             if initial:
                 act = _RandomAct(self.distribution, self.env.num_envs)
-                counts = {"n_trajectories": initial, "n_interactions": None}
-                rollout, _ = self._collect(self.env, act, counts, self._max_steps)
-                self._store(rollout, 0, self._max_steps)
+                until = _Until(self.actor, self.max_steps, initial, None)
+                rollout, _ = self._collect(self.env, act, self.max_steps, until)
+                self._store(rollout, 0, self.max_steps)
                 self.n_initial_interactions, self._n_interactions = self._n_interactions, 0
 
     def _load_steps(self, by_epoch: Mapping[int, list[TimeStep]]) -> None:
@@ -898,7 +874,7 @@ class RLTask:
             if steps:
                 rollout = replay_lib.pack(steps, self.env.num_envs)
                 self._store(rollout, epoch, None)
-                self._replay = replay_lib.cut(self._replay, grow=self._grows)
+                self.replay = replay_lib.cut(self.replay, grow=self._grows)
                 self._n_trajectories += len(steps)
                 self.n_initial_interactions += int(np.count_nonzero(rollout.steps.mask))
 
@@ -908,7 +884,7 @@ class RLTask:
         """Writes trajectories, ``max_steps``, ``gamma`` and counts as ``.npz``, atomically."""
         arrays = self._replay_state()
         arrays["counts"] = np.array([self._n_trajectories, self._n_interactions])
-        arrays["settings"] = np.array([self._max_steps or 0, self._gamma])
+        arrays["settings"] = np.array([self.max_steps or 0, self.gamma])
         target = epath.Path(path)
         written = target.with_name(target.name + ".tmp")
         written.write_bytes(_to_npz(arrays))
@@ -918,8 +894,8 @@ class RLTask:
         """Takes over what :meth:`save_to_file` wrote; the environments and their limit stay."""
         arrays = _read_npz(epath.Path(path))
         max_steps, gamma = arrays["settings"]
-        self._max_steps, self._gamma = int(max_steps) or None, float(gamma)
-        self._replay = replay_lib.create(self._example(self._n_inputs()), self._replay.capacity)
+        self.max_steps, self.gamma = int(max_steps) or None, float(gamma)
+        self.replay = replay_lib.create(self._example(self._n_inputs()), self.replay.capacity)
         self._load(arrays, 0)
         self._n_trajectories, self._n_interactions = (int(x) for x in arrays["counts"])
 
@@ -985,7 +961,7 @@ class RLTask:
             raise ValueError(
                 f"num_envs is {self.env.num_envs}; the state has {len(state['needs_reset'])}."
             )
-        self._replay = self._to_replay(
+        self.replay = self._to_replay(
             {k.removeprefix("replay_"): x for k, x in state.items() if k.startswith("replay_")}
         )
         self._n_trajectories, self._n_interactions, *others = (int(x) for x in state["counts"])
@@ -1007,16 +983,16 @@ class RLTask:
             first = self.env.reset(int(seed.generate_state(1)[0]))
             actor = rollout_lib.initial_actor(first, self.env.num_envs, actor.key)
             actor = actor._replace(policy_state=self.actor.policy_state)
-            self._replay = replay_lib.cut(self._replay, grow=self._grows)
+            self.replay = replay_lib.cut(self.replay, grow=self._grows)
             restarted = np.zeros(self.env.num_envs, bool)
         self.actor = actor._replace(
             needs_reset=actor.needs_reset | restarted,
             episode_return=np.where(restarted, 0.0, actor.episode_return),
             episode_length=np.where(restarted, 0, actor.episode_length),
         )
-        self._replay = self._replay._replace(
-            n_open=np.where(restarted, 0, self._replay.n_open),
-            n_ended=self._replay.n_ended + restarted.astype(np.int32),
+        self.replay = self.replay._replace(
+            n_open=np.where(restarted, 0, self.replay.n_open),
+            n_ended=self.replay.n_ended + restarted.astype(np.int32),
         )
 
     def _counts(self) -> list[int]:
@@ -1024,10 +1000,10 @@ class RLTask:
         return [*counts, self.n_initial_interactions, self.n_eval_interactions]
 
     def _n_inputs(self) -> int:
-        return self._replay.steps.dist_inputs.shape[-1]
+        return self.replay.steps.dist_inputs.shape[-1]
 
     def _replay_state(self) -> dict[str, np.ndarray]:
-        replay = self._replay
+        replay = self.replay
         rows = replay.rows(np.arange(replay.size + 1))
         return {
             "trajectory_id": replay.trajectory_id[rows],
@@ -1045,7 +1021,7 @@ class RLTask:
         def extended(x: np.ndarray) -> np.ndarray:
             return np.concatenate([x, np.zeros((free, *x.shape[1:]), x.dtype)])
 
-        steps = _unflatten("steps", self._replay.steps, arrays)
+        steps = _unflatten("steps", self.replay.steps, arrays)
         return replay_lib.Replay(
             steps=jax.tree.map(extended, steps),
             trajectory_id=extended(arrays["trajectory_id"]),
@@ -1081,8 +1057,8 @@ def play(
     else:
         observation = jax.tree.map(lambda x: np.asarray(x)[None], last_observation)
     distribution = create_distribution(host.action_space)
-    player = _PolicyEnv(host, policy, None, distribution)
     actor = rollout_lib.initial_actor(observation, 1, np.zeros(2, np.uint32))
+    player = _PolicyEnv(host, policy, None, distribution, actor.episode_length)
     until = _Until(actor, max_steps, 1, None)
     while not until.reached:
         actor, _, _ = rollout_lib.unroll_host(
@@ -1114,7 +1090,7 @@ def _check_at_least(least: int, **arguments: int | None) -> None:
             raise ValueError(f"{name} is {value}; it must be at least {least}.")
 
 
-def _check_exactly_one(counts: dict[str, int | None]) -> None:
+def _check_exactly_one(**counts: int | None) -> None:
     if sum(value is not None for value in counts.values()) != 1:
         given = ", ".join(f"{name}={value}" for name, value in counts.items())
         raise ValueError(f"exactly one of these must be given: {given}.")

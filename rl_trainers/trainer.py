@@ -244,6 +244,7 @@ class RLTrainer:
         self._dist_inputs = jax.jit(self.policy_apply)
         self._learn = jax.jit(self.learn, donate_argnums=0)
         self._learn_batches = jax.jit(self.learn_batches, donate_argnums=0)
+        self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
             self._resume(self.output_dir)
 
@@ -326,6 +327,8 @@ class RLTrainer:
             "n_trajectories": len(episodes.returns),
             "collect_s": collected - start,
             "train_s": trained - collected,
+            "compilations": metrics.compilations().count,
+            "compile_s": metrics.compilations().seconds,
             **evaluation,
             **loss_metrics,
         }
@@ -438,8 +441,7 @@ class RLTrainer:
             trajectory.last_observation if isinstance(trajectory, Trajectory) else trajectory
         )
         batch = self._see(jax.tree.map(lambda x: np.asarray(x)[None], observation))
-        key, key_act = jax.random.split(self.state.key)
-        self.state = self.state._replace(key=key)
+        self._policy_key, key_act = jax.random.split(self._policy_key)
         params, model_state = self.state.params, self.state.model_state
         action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
         dist_inputs = self._dist_inputs(params, model_state, batch)

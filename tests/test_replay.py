@@ -221,6 +221,15 @@ def test_short_trajectories_have_one_slice_each():
     np.testing.assert_array_equal(drawn.steps.observation[first, 4:], 0)
 
 
+def test_short_trajectories_are_drawn_among_long_ones():
+    player = Player(1, 50)
+    player.play(20)
+    rng = np.random.default_rng(0)
+    drawn = replay_lib.sample_slices(rng, player.replay, 8_000, 3)
+    # 10 trajectories of one decision, and one of 20 that has 18 slices.
+    assert abs(np.mean(drawn.steps.observation[:, 0, 0]) - 18 / 28) < 0.02
+
+
 def test_drawing_by_trajectory_and_by_slice():
     player = Player(2, 9)
     player.play(10)

@@ -261,6 +261,11 @@ def test_python_policies_see_what_happened():
     assert seen == [([], []), ([0], [1]), ([], []), ([], [])]
     actions = [[int(s.action) for s in t.timesteps] for t in task.trajectories[1]]
     assert actions == [[1, 0], [1], [1]]
+    # The second piece of the running episode ends where it would have ended anyway.
+    seen.clear()
+    task.collect_trajectories(policy, n_interactions=2, epoch_id=2)
+    assert seen == [([], []), ([], [])]
+    assert [t.last_observation[2] for t in task.trajectories[2]] == [2, 3]
 
 
 def test_epochs_of_the_replay_are_exactly_the_newest():
@@ -361,6 +366,13 @@ def test_initial_trajectories_from_lists_and_dicts(num_envs):
     assert sorted(len(t) for t in task.trajectories[0])[:3] == [3, 4, 4]
     task = made(initial_trajectories={2: [trajectory_of(2)], 5: [trajectory_of(1)]})
     assert {e: len(t[0]) for e, t in task.trajectories.items()} == {2: 3, 5: 2}
+
+
+def test_what_is_loaded_does_not_run_on_into_what_is_played():
+    # The last observation is that of a fresh environment.
+    task = RLTask(functools.partial(Counting, 3), [trajectory_of(2, done=False, value=0)])
+    task.collect_trajectories(still, n_trajectories=1, epoch_id=0)
+    assert [len(t) for t in task.trajectories[0]] == [3, 4]
 
 
 def test_save_and_load(tmp_path):
@@ -541,6 +553,14 @@ def test_trajectory_streams_can_be_filtered():
     starts = [next(stream).observation[:, 0, 2] for _ in range(20)]
     # 6 + 1 - 3 + 1 = 5 slices.
     assert set(np.concatenate(starts)) == {0, 1, 2, 3, 4}
+
+
+def test_a_filter_may_end_the_stream():
+    task = RLTask(functools.partial(Counting, 3), [trajectory_of(2)])
+    stream = task.trajectory_slice_stream(
+        trajectory_stream_preprocessing_fn=lambda trajectories: itertools.islice(trajectories, 2)
+    )
+    assert len(list(stream)) == 2
 
 
 def test_timestep_to_np_is_applied():

@@ -1,0 +1,360 @@
+"""Models: shapes, what networks see of each space, the normaliser, the adapter for other networks."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rl_trainers import models
+from rl_trainers.distributions import create_distribution
+from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value
+
+KEY = jax.random.PRNGKey(0)
+BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+BODY = functools.partial(MLP, layer_widths=(8,))
+TWO = create_distribution(spaces.Discrete(2))
+
+
+class Seen(nn.Module):
+    """Gives back what the network sees of the observation."""
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        return jax.tree.map(lambda leaf: leaf + 0.0, x)
+
+
+def seen(space, observation):
+    model = models.build(Seen(), space)
+    params, model_state = model.init(KEY, observation)
+    return jax.tree.map(np.asarray, model.apply(params, model_state, observation))
+
+
+def n_numbers(tree):
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+# What networks see.
+
+
+def test_images_arrive_scaled_once():
+    space = spaces.Box(0, 255, (4, 4, 1), np.uint8)
+    np.testing.assert_array_equal(seen(space, np.full((2, 4, 4, 1), 255, np.uint8)), 1.0)
+    np.testing.assert_allclose(seen(space, np.full((1, 4, 4, 1), 51, np.uint8)), 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32])
+def test_other_boxes_arrive_unscaled(dtype):
+    space = spaces.Box(-300, 300, (2,), dtype)
+    got = seen(space, np.array([[255, -7]], dtype))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, [[255.0, -7.0]])
+
+
+def test_discrete_becomes_one_hot_from_its_start():
+    got = seen(spaces.Discrete(3, start=-1), np.array([-1, 0, 1]))
+    np.testing.assert_array_equal(got, np.eye(3))
+
+
+def test_multi_discrete_becomes_one_hot_vectors_side_by_side():
+    space = spaces.MultiDiscrete([2, 3], start=[0, 5])
+    np.testing.assert_array_equal(seen(space, np.array([[1, 5], [0, 7]])), [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
+
+
+def test_multi_discrete_of_rank_2_is_flattened_row_by_row():
+    space = spaces.MultiDiscrete([[2, 2], [2, 3]])
+    got = seen(space, np.array([[[0, 1], [1, 2]]]))
+    np.testing.assert_array_equal(got, [[1, 0, 0, 1, 0, 1, 0, 0, 1]])
+
+
+def test_multi_binary_is_a_float_vector():
+    got = seen(spaces.MultiBinary((2, 2)), np.array([[[1, 0], [0, 1]]], np.int8))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, [[[1, 0], [0, 1]]])
+
+
+def test_nests_keep_their_structure():
+    space = spaces.Dict(
+        b=spaces.Discrete(2), a=spaces.Tuple([spaces.Box(0, 255, (1,), np.uint8), spaces.Box(0, 9, (1,))])
+    )
+    observation = {"a": (np.array([[255]], np.uint8), np.array([[9.0]], np.float32)), "b": np.array([1])}
+    got = seen(space, observation)
+    np.testing.assert_array_equal(got["b"], [[0, 1]])
+    assert isinstance(got["a"], tuple)
+    np.testing.assert_array_equal(got["a"][0], [[1.0]])
+    np.testing.assert_array_equal(got["a"][1], [[9.0]])
+
+
+def test_spaces_without_an_array_form_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"observation space Text.*has no array form"):
+        models.features(spaces.Text(3), np.zeros((1, 3)))
+
+
+NESTED = spaces.Dict(x=spaces.Box(-1, 1, (2, 2), np.float32), y=spaces.Discrete(4))
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Discrete(3, start=-1), NESTED, spaces.Tuple([spaces.Discrete(2), BOX])])
+@pytest.mark.parametrize("leading", [(), (5,), (4, 5), (2, 3, 4)])
+def test_any_leading_axes(space, leading):
+    model = models.build(functools.partial(PolicyAndValue, body=BODY), space, policy_distribution=TWO)
+    one = jax.tree.map(np.asarray, space.sample())
+    observation = jax.tree.map(lambda x: np.broadcast_to(x, (*leading, *x.shape)), one)
+    params, model_state = model.init(KEY, observation)
+    dist_inputs, value = model.apply(params, model_state, observation)
+    assert dist_inputs.shape == (*leading, 2)
+    assert value.shape == leading
+    # Equal observations have equal outputs, at whatever place.
+    single = model.apply(params, model_state, jax.tree.map(lambda x: x[None], one))
+    np.testing.assert_allclose(dist_inputs, np.broadcast_to(single[0][0], (*leading, 2)), atol=1e-6)
+    np.testing.assert_allclose(value, np.full(leading, single[1][0]), atol=1e-6)
+
+
+def test_leading_axes_are_not_mixed_up():
+    model = models.build(functools.partial(Value, body=None), BOX)
+    observation = np.arange(2 * 4 * 3, dtype=np.float32).reshape(2, 4, 3)
+    params, model_state = model.init(KEY, observation)
+    head = params["value"]["head"]
+    by_hand = observation @ np.asarray(head["kernel"])[:, 0] + np.asarray(head["bias"])
+    np.testing.assert_allclose(model.apply(params, model_state, observation), by_hand, rtol=1e-5)
+
+
+# The zoo.
+
+
+def test_mlp_by_hand():
+    # Widths (2, 1): relu(x W0 + b0) W1 + b1, without the last activation.
+    params = {
+        "dense_0": {"kernel": np.float32([[1, -1]]), "bias": np.float32([0, 0])},
+        "dense_1": {"kernel": np.float32([[2], [3]]), "bias": np.float32([-10])},
+    }
+    x = np.float32([[4], [-4]])
+    plain = MLP(layer_widths=(2, 1), out_activation=False).apply({"params": params}, x)
+    np.testing.assert_allclose(plain, [[8 - 10], [12 - 10]])
+    relu = MLP(layer_widths=(2, 1)).apply({"params": params}, x)
+    np.testing.assert_allclose(relu, [[0], [2]])
+
+
+def test_mlp_flattens_or_not():
+    x = np.zeros((5, 2, 3), np.float32)
+    assert MLP(layer_widths=(8,)).init_with_output(KEY, x)[0].shape == (5, 8)
+    assert MLP(layer_widths=(8,), flatten=False).init_with_output(KEY, x)[0].shape == (5, 2, 8)
+
+
+def test_atari_cnn_shapes():
+    # 84 -> (84 - 8) / 4 + 1 = 20 -> (20 - 4) / 2 + 1 = 9 -> 7; 7 * 7 * 64 = 3136.
+    shapes = jax.eval_shape(
+        AtariCnn().init_with_output, KEY, jax.ShapeDtypeStruct((2, 84, 84, 4), np.float32)
+    )
+    assert shapes[0].shape == (2, 512)
+    assert shapes[1]["params"]["Dense_0"]["kernel"].shape == (3136, 512)
+
+
+def test_default_suits_the_observations():
+    image = models.default(PolicyAndValue, spaces.Box(0, 255, (84, 84, 4), np.uint8))
+    assert image.keywords["body"] is AtariCnn
+    for space in (BOX, NESTED, spaces.Box(0, 255, (84,), np.uint8), spaces.Box(0, 1, (84, 84, 4), np.float32)):
+        body = models.default(PolicyAndValue, space).keywords["body"]
+        assert isinstance(body(), MLP), space
+        assert body().activation is nn.tanh
+
+
+@pytest.fixture(scope="module")
+def joint_and_not():
+    made = {}
+    for joint in (True, False):
+        model = models.build(
+            functools.partial(PolicyAndValue, body=BODY, joint=joint), BOX, policy_distribution=TWO
+        )
+        made[joint] = model.init(KEY, np.zeros((1, 3), np.float32))[0]
+    return made
+
+
+def test_joint_has_one_body_and_not_joint_two(joint_and_not):
+    joint, apart = joint_and_not[True], joint_and_not[False]
+    assert set(joint) == {"shared", "policy", "value"}
+    assert set(apart) == {"policy", "value"}
+    # A body of 3 -> 8 has 32 numbers, heads 8 -> 2 and 8 -> 1 have 18 and 9.
+    assert n_numbers(joint["shared"]) == 32
+    assert n_numbers(joint) == 32 + 18 + 9
+    assert n_numbers(apart) == 2 * 32 + 18 + 9
+    assert n_numbers(apart["policy"]["body"]) == n_numbers(apart["value"]["body"]) == 32
+
+
+@pytest.mark.parametrize("network, name, shape", [(Policy, "policy", (5, 2)), (Value, "value", (5,))])
+def test_single_networks(network, name, shape):
+    model = models.build(functools.partial(network, body=BODY), BOX, policy_distribution=TWO, mode="train")
+    params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
+    assert set(params) == {name} and not model_state
+    assert model.apply(params, model_state, np.ones((5, 3), np.float32)).shape == shape
+
+
+def test_a_policy_without_body_is_its_head():
+    model = models.build(functools.partial(Policy, body=None), BOX, policy_distribution=TWO)
+    params, _ = model.init(KEY, np.zeros((1, 3), np.float32))
+    assert n_numbers(params) == 3 * 2 + 2
+
+
+@pytest.mark.parametrize("network", [Policy, PolicyAndValue])
+def test_head_init_range_bounds_the_policy_head(network):
+    factory = functools.partial(network, body=functools.partial(MLP, layer_widths=(64,)), head_init_range=0.003)
+    params, _ = models.build(factory, BOX, policy_distribution=TWO).init(KEY, np.zeros((1, 3), np.float32))
+    weights = np.abs(params["policy"]["head"]["kernel"])
+    assert weights.max() <= 0.003
+    assert weights.max() > 0.002  # 128 uniform draws
+
+
+def test_policies_start_almost_uniform():
+    model = models.build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
+    params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
+    dist_inputs, value = model.apply(params, model_state, np.ones((1, 3), np.float32))
+    assert np.abs(dist_inputs).max() < 0.1 < np.abs(value).max()
+
+
+# Normalize.
+
+
+def normalizer(**kwargs):
+    model = models.build(Normalize(**kwargs), BOX)
+    return (model, *model.init(KEY, np.zeros((1, 3), np.float32)))
+
+
+def test_statistics_of_ten_batches_are_those_of_all_rows():
+    rng = np.random.default_rng(0)
+    model, params, state = normalizer()
+    taken = []
+    for i in range(10):
+        x = rng.normal(3 * i, 1 + i, (7, 4, 3)).astype(np.float32)
+        mask = (rng.random((7, 4)) < 0.7).astype(np.float32)
+        x[mask == 0] = 1e6  # must not matter
+        state = model.gather(params, state, x, mask)
+        taken.append(x[mask > 0])
+    rows = np.concatenate(taken).astype(np.float64)
+    got = state["model_state"]
+    assert float(got["count"]) == len(rows)
+    np.testing.assert_allclose(got["mean"], rows.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(got["variance"], rows.var(0), rtol=1e-4)
+    # Applied: (x - mean) / (std + epsilon), with another epsilon to see it.
+    model = models.build(Normalize(epsilon=1.0), BOX)
+    x = rows[:1].astype(np.float32)
+    by_hand = (x - rows.mean(0)) / (rows.std(0) + 1.0)
+    np.testing.assert_allclose(model.apply(params, state, x), by_hand, rtol=1e-3, atol=1e-4)
+
+
+def test_nothing_unmasked_changes_nothing():
+    model, params, state = normalizer()
+    state = model.gather(params, state, np.ones((2, 3), np.float32), np.ones(2, np.float32))
+    after = model.gather(params, state, np.full((2, 3), 9.0, np.float32), np.zeros(2, np.float32))
+    for before, now in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(before, now)
+
+
+def test_outputs_are_clipped():
+    # Variance 0 after one row: (x - mean) / epsilon = 1e5 before the clip.
+    model, params, state = normalizer()
+    state = model.gather(params, state, np.zeros((1, 3), np.float32), np.ones(1, np.float32))
+    np.testing.assert_array_equal(
+        model.apply(params, state, np.array([[1, -1, 0]], np.float32)), [[10, -10, 0]]
+    )
+    model, params, _ = normalizer(limit=2.0)
+    np.testing.assert_array_equal(model.apply(params, state, np.float32([[1, -1, 0]])), [[2, -2, 0]])
+
+
+def test_before_any_data_it_is_the_identity_up_to_epsilon():
+    model, params, state = normalizer()
+    x = np.array([[0.5, -2.0, 3.0]], np.float32)
+    np.testing.assert_allclose(model.apply(params, state, x), x, rtol=1e-4)
+
+
+def test_the_sample_limit_stops_the_statistics():
+    model, params, state = normalizer(sample_limit=4)
+    ones = np.ones(3, np.float32)
+    x = np.array([[0] * 3, [2] * 3, [4] * 3], np.float32)
+    for _ in range(2):  # 3 rows, then 6: the second batch still counts
+        state = model.gather(params, state, x, ones)
+    after = model.gather(params, state, x + 100, ones)
+    assert float(state["model_state"]["count"]) == float(after["model_state"]["count"]) == 6
+    np.testing.assert_allclose(after["model_state"]["mean"], [2.0] * 3, rtol=1e-6)
+    np.testing.assert_allclose(after["model_state"]["variance"], [8 / 3] * 3, rtol=1e-6)
+
+
+def test_apply_gathers_nothing():
+    factory = functools.partial(PolicyAndValue, body=BODY, normalizer=Normalize)
+    model = models.build(factory, BOX, policy_distribution=TWO)
+    params, state = model.init(KEY, np.full((4, 3), 7.0, np.float32))
+    assert float(state["model_state"]["normalize"]["count"]) == 0
+    output = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
+    assert len(output) == 2  # no statistics beside the outputs
+    state = model.gather(params, state, np.full((4, 3), 7.0, np.float32), np.ones(4, np.float32))
+    assert float(state["model_state"]["normalize"]["count"]) == 4
+    # All rows equal the mean, so the network sees zeros.
+    zero = models.build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
+    expected = zero.apply(params, {}, np.zeros((4, 3), np.float32))
+    got = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+def test_no_gradient_flows_into_the_statistics():
+    factory = functools.partial(Value, body=BODY, normalizer=Normalize)
+    params, state = models.build(factory, BOX).init(KEY, np.zeros((1, 3), np.float32))
+    assert set(params) == {"value"}
+    assert set(state) == {"model_state"}
+
+
+# Other networks.
+
+
+class Mine(nn.Module):
+    """A module that knows nothing of this package."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="dense")(x)
+
+
+def test_a_module_of_ones_own_by_factory_or_itself():
+    for factory in (Mine, Mine(), lambda: Mine(), lambda **kwargs: Mine()):
+        model = models.build(factory, BOX, policy_distribution=TWO, mode="train")
+        params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
+        assert model.apply(params, model_state, np.zeros((4, 5, 3), np.float32)).shape == (4, 5, 2)
+        gathered = model.gather(params, model_state, np.zeros((4, 5, 3), np.float32), np.ones((4, 5)))
+        assert jax.tree.leaves(gathered) == []
+
+
+def test_a_pair_of_functions():
+    def init(key, x):
+        return {"policy": {"w": jnp.ones((x.shape[-1], 2))}}
+
+    def apply(params, x):
+        return x @ params["policy"]["w"]
+
+    model = models.build(lambda: (init, apply), spaces.Discrete(3))
+    params, model_state = model.init(KEY, np.zeros(1, np.int32))
+    assert model_state == {}
+    got = model.apply(params, model_state, np.zeros((4, 5), np.int32))
+    np.testing.assert_array_equal(got, np.ones((4, 5, 2)))
+
+
+def test_a_model_passes_through_untouched():
+    model = models.Model(lambda key, x: ({}, {}), lambda p, s, x: x, lambda p, s, x, m: s)
+    assert models.build(model, BOX) is model
+    assert models.build(lambda: model, BOX) is model
+
+
+def test_factories_get_only_the_arguments_that_they_take():
+    got = {}
+
+    def factory(mode, policy_distribution=None):
+        got.update(mode=mode, policy_distribution=policy_distribution)
+        return Mine()
+
+    models.build(factory, BOX, policy_distribution=TWO, mode="train", other=3)
+    assert got == {"mode": "train", "policy_distribution": TWO}
+
+
+def test_other_things_are_refused():
+    with pytest.raises(TypeError, match=r"returned a int; it should return a flax.linen module, a pair"):
+        models.build(lambda: 3, BOX)
