@@ -40,7 +40,9 @@ EXTRAS_REQUIRE = {
     "minari": ["minari[hdf5]>=0.5.3,<0.6"],
     "ray": ["ray>=2.50,<3"],
     "bench": ["stable-baselines3>=2.7,<3"],
+    "notebook": ["gymnasium[classic-control]", "ipykernel>=6.29,<8"],
     "dev": [
+        "gymnasium[classic-control]",
         "chex>=0.1.90,<0.2",
         "dm-env>=1.6,<2",
         "hypothesis>=6.100,<7",

@@ -24,14 +24,14 @@ class ClippedReturns(PolicyTrainer):
         return losses.normalize(returns, known), known
 
     def policy_loss(self, dist_inputs, batch, hparams):
-        """The loss of a batch ``[N, L]``, and metrics of your own."""
+        """The loss of a batch ``[N, L]``; metrics of your own, which are averaged over it."""
         distribution = self.task.distribution
         ratio = losses.probability_ratio(
             distribution.log_prob(dist_inputs, batch.action),
             distribution.log_prob(batch.dist_inputs, batch.action),
         )
         loss = losses.clipped_surrogate(ratio, batch.advantage, batch.mask, self.epsilon)
-        return loss, {"approximate_kl": losses.approximate_kl(ratio, batch.mask)}
+        return loss, {"approximate_kl": losses.approximate_kl(ratio)}
 
 
 def main(n_epochs: int = 25, n_episodes: int = 20) -> float:

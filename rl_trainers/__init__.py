@@ -11,7 +11,7 @@ import jax
 
 
 def _configure_jax() -> None:
-    """Two process-wide settings of JAX that users can override by JAX's own environment variables.
+    """Process-wide settings of JAX that users can override by JAX's own environment variables.
 
     On a CPU a call per environment step is faster without a hand-over to another thread; and compiled
     programs are kept for the next process.
@@ -22,6 +22,7 @@ def _configure_jax() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and cache is None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "rl_trainers" / "jax"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 

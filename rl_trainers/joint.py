@@ -84,6 +84,7 @@ class ActorCriticJointTrainer(RLTrainer):
         self._model = models.build(
             joint_model or models.default(models.PolicyAndValue, self.observation_space),
             self.observation_space,
+            "shared",
             policy_distribution=task.distribution,
             mode="train",
         )

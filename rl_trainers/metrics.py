@@ -141,7 +141,6 @@ class Progress:
         total_epochs: int | None,
         total_steps: int | None = None,
         stream: TextIO | None = None,
-        first_epoch: int = 0,
     ) -> None:
         """Starts the display.
 
@@ -150,7 +149,6 @@ class Progress:
             total_steps: the environment steps that it ends with; the bar follows them where
                 ``total_epochs`` is ``None``.
             stream: where to write; standard output if left out.
-            first_epoch: the epoch that a resumed run starts from, for the time left.
 
         Raises:
             ValueError: if neither total is given, or one is below 1.
@@ -165,7 +163,7 @@ class Progress:
         self._total_steps = total_steps
         self._stream = sys.stdout if stream is None else stream
         self._start = time.perf_counter()
-        self._start_fraction = first_epoch / total_epochs if total_epochs else None
+        self._first: tuple[float, float] | None = None
         self._record: dict[str, Any] = {}
         self._drawn: Mapping[str, Any] | None = None
         self._next_draw = 0.0
@@ -187,9 +185,9 @@ class Progress:
         known = record.get("recent_return", record.get("avg_return"))
         last = self._record.get("avg_return")
         self._record = {**record, "avg_return": last if known is None or known != known else known}
-        if self._start_fraction is None:
-            self._start_fraction = self.fraction
         now = time.perf_counter()
+        if self._first is None:  # compilation is over, so that this tells the pace
+            self._first = (now, self.fraction)
         if now >= self._next_draw:
             self._next_draw = now + self._period
             self._draw()
@@ -236,11 +234,12 @@ class Progress:
         return " · ".join(parts)
 
     def _time_left(self) -> str:
-        spent = time.perf_counter() - self._start
+        now = time.perf_counter()
         if self.fraction == 1.0:
-            return f"took {_duration(spent)}"
-        done = self.fraction - (self._start_fraction or 0.0)
-        return f"{_duration(spent * (1 - self.fraction) / done)} left" if done > 0 else "starting"
+            return f"took {_duration(now - self._start)}"
+        since, fraction = self._first or (now, 0.0)
+        done = self.fraction - fraction
+        return f"{_duration((now - since) * (1 - self.fraction) / done)} left" if done > 0 else "starting"
 
 
 def read_curve(output_dir: str | PathLike[str]) -> dict[str, np.ndarray]:

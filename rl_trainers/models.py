@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium.vector.utils import create_empty_array
 
 from rl_trainers.types import PyTree
 
@@ -87,16 +88,18 @@ def _leading(space: gym.Space, observation: PyTree) -> tuple[int, ...]:
     return shape[: len(shape) - len(space.shape or ())]
 
 
-def build(factory: Any, observation_space: gym.Space, **kwargs) -> Model:
+def build(factory: Any, observation_space: gym.Space, part: str, **kwargs) -> Model:
     """Calls a model factory and adapts what it returns.
 
     Args:
         factory: see the module's docstring; a :class:`Model` or linen module is taken as it is.
         observation_space: of one environment.
+        part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
+            ``'value'`` already.
         **kwargs: offered to the factory: ``policy_distribution``, ``mode``, ...
 
     Returns:
-        A :class:`Model` over observations with any leading axes.
+        A :class:`Model` over observations with any leading axes, with parameters under those keys.
 
     Raises:
         TypeError: if the factory returns something else.
@@ -118,7 +121,7 @@ def build(factory: Any, observation_space: gym.Space, **kwargs) -> Model:
             f"the model factory {factory!r} returned a {type(network).__name__}; it should return a "
             "flax.linen module, a pair (init, apply) or a Model"
         )
-    return _over_any_axes(inner, observation_space)
+    return _in_parts(_over_any_axes(inner, observation_space), observation_space, part)
 
 
 def call(factory: Callable, **kwargs) -> Any:
@@ -143,6 +146,24 @@ def _linen(module: nn.Module) -> Model:
         return model_state
 
     return Model(init, lambda params, state, x: module.apply({"params": params, **state}, x), gather)
+
+
+def _in_parts(inner: Model, space: gym.Space, part: str) -> Model:
+    """Puts parameters under ``part`` unless they have their parts already."""
+    example = create_empty_array(space, 1)
+    params, _ = jax.eval_shape(inner.init, jax.random.PRNGKey(0), example)
+    if isinstance(params, Mapping) and set(params) <= {"shared", "policy", "value"}:
+        return inner
+
+    def init(key, observation):
+        params, model_state = inner.init(key, observation)
+        return {part: params}, model_state
+
+    return Model(
+        init,
+        lambda params, *arguments: inner.apply(params[part], *arguments),
+        lambda params, *arguments: inner.gather(params[part], *arguments),
+    )
 
 
 def _over_any_axes(inner: Model, space: gym.Space) -> Model:

@@ -68,6 +68,7 @@ class PolicyTrainer(RLTrainer):
         self._policy_model = models.build(
             policy_model or models.default(models.Policy, self.observation_space),
             self.observation_space,
+            "policy",
             policy_distribution=task.distribution,
             mode="train",
         )

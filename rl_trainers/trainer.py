@@ -227,7 +227,9 @@ class RLTrainer:
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
         example = jax.tree.map(lambda x: np.asarray(x)[:1], self._see(self.task.actor.observation))
-        params, model_state = jax.jit(init)(key_params, example)
+        # It runs once, so that compiling it is all it costs.
+        quickly = {"xla_backend_optimization_level": 0}
+        params, model_state = jax.jit(init, compiler_options=quickly)(key_params, example)
         opt_state = {trainer.name: trainer.init(params) for trainer in trainers}
         self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
         distribution = self.task.distribution
@@ -288,7 +290,7 @@ class RLTrainer:
         last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
         saved_s = time.monotonic()
         self._stopped = False
-        display = metrics.Progress(last, first_epoch=self._epoch) if progress else None
+        display = metrics.Progress(last) if progress else None
         try:
             while self._epoch < last and not self._stopped:
                 record = self._run_epoch()
@@ -368,7 +370,7 @@ class RLTrainer:
     def _actor(self, temperature: float) -> rollout.Act:
         """The current policy, for :func:`rollout.unroll_host`."""
         params, model_state = self.state.params, self.state.model_state
-        traced = np.float32(temperature)
+        traced = jnp.float32(temperature)  # on the device already: every call is a copy saved
 
         def act(observation, policy_state, needs_reset, key):
             action, key = self._act(params, model_state, self._see(observation), key, traced)

@@ -166,11 +166,14 @@ def test_time_left_is_of_what_this_process_did(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     stream = io.StringIO()
-    progress = metrics.Progress(100, stream=stream, first_epoch=50)
+    progress = metrics.Progress(100, stream=stream)
     now[0] = 160.0
+    progress.update(_record(50))
+    assert stream.getvalue().endswith(" · starting\n")
+    now[0] = 220.0
     progress.update(_record(60))
 
-    # Ten epochs took 60 s, and forty are to come.
+    # Ten epochs took 60 s, and forty are to come; what came before the first record was compilation.
     assert stream.getvalue().endswith(" · 04:00 left\n")
 
 

@@ -96,7 +96,9 @@ def test_spaces_without_an_array_form_are_refused_by_name():
 NESTED = spaces.Dict(x=spaces.Box(-1, 1, (2, 2), np.float32), y=spaces.Discrete(4))
 
 
-@pytest.mark.parametrize("space", [BOX, spaces.Discrete(3, start=-1), NESTED, spaces.Tuple([spaces.Discrete(2), BOX])])
+@pytest.mark.parametrize(
+    "space", [BOX, spaces.Discrete(3, start=-1), NESTED, spaces.Tuple([spaces.Discrete(2), BOX])]
+)
 @pytest.mark.parametrize("leading", [(), (5,), (4, 5), (2, 3, 4)])
 def test_any_leading_axes(space, leading):
     model = models.build(functools.partial(PolicyAndValue, body=BODY), space, policy_distribution=TWO)
@@ -155,7 +157,8 @@ def test_atari_cnn_shapes():
 def test_default_suits_the_observations():
     image = models.default(PolicyAndValue, spaces.Box(0, 255, (84, 84, 4), np.uint8))
     assert image.keywords["body"] is AtariCnn
-    for space in (BOX, NESTED, spaces.Box(0, 255, (84,), np.uint8), spaces.Box(0, 1, (84, 84, 4), np.float32)):
+    others = spaces.Box(0, 255, (84,), np.uint8), spaces.Box(0, 1, (84, 84, 4), np.float32)
+    for space in (BOX, NESTED, *others):
         body = models.default(PolicyAndValue, space).keywords["body"]
         assert isinstance(body(), MLP), space
         assert body().activation is nn.tanh
@@ -199,7 +202,8 @@ def test_a_policy_without_body_is_its_head():
 
 @pytest.mark.parametrize("network", [Policy, PolicyAndValue])
 def test_head_init_range_bounds_the_policy_head(network):
-    factory = functools.partial(network, body=functools.partial(MLP, layer_widths=(64,)), head_init_range=0.003)
+    body = functools.partial(MLP, layer_widths=(64,))
+    factory = functools.partial(network, body=body, head_init_range=0.003)
     params, _ = models.build(factory, BOX, policy_distribution=TWO).init(KEY, np.zeros((1, 3), np.float32))
     weights = np.abs(params["policy"]["head"]["kernel"])
     assert weights.max() <= 0.003

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -18,36 +19,50 @@ def as_gymnasium(env: Any) -> gymnasium.Env:
     """
     if isinstance(env, gymnasium.Env):
         return env
-    if all(hasattr(env, name) for name in ("reset", "step", "action_spec", "observation_spec")):
-        return DmEnv(env)
-    if all(hasattr(env, name) for name in ("reset", "step", "action_space", "observation_space")):
-        return LegacyGymEnv(env)
+    for adapter, kind in ((DmEnv, "spec"), (LegacyGymEnv, "space")):
+        if all(hasattr(env, name) for name in ("reset", "step", f"action_{kind}", f"observation_{kind}")):
+            return adapter(env)
     raise TypeError(
         f"env: {type(env).__qualname__} is none of a gymnasium.Env, an old gym environment (reset, "
         "step, action_space, observation_space) and a dm_env.Environment"
     )
 
 
-class LegacyGymEnv(gymnasium.Env):
+class _Adapter(gymnasium.Env):
+    """What the adapters share."""
+
+    def __init__(self, env: Any, observation_space: spaces.Space, action_space: spaces.Space):
+        self.env = env
+        self.observation_space = observation_space
+        self.action_space = action_space
+
+    @property
+    def unwrapped(self) -> Any:
+        """The adapted environment, which is not a ``gymnasium.Env``."""
+        return getattr(self.env, "unwrapped", self.env)
+
+    def close(self) -> None:
+        """Closes the adapted environment."""
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+
+class LegacyGymEnv(_Adapter):
     """An environment of gym: four values from ``step``, a bare observation from ``reset``.
 
-    A time limit is read from ``info['TimeLimit.truncated']``. The five values and the
-    ``(observation, info)`` of gym 0.26 are understood as well.
+    A time limit is read from ``info['TimeLimit.truncated']``. The five values and the ``(observation,
+    info)`` of gym 0.26 are understood as well.
     """
 
     def __init__(self, env: Any):
-        self.env = env
-        self.observation_space = _space(env.observation_space)
-        self.action_space = _space(env.action_space)
+        super().__init__(env, _space(env.observation_space), _space(env.action_space))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
         """Starts an episode; a seed goes to ``env.seed``, or to ``env.reset`` if there is none."""
-        arguments: dict[str, Any] = {}
-        if seed is not None and hasattr(self.env, "seed"):
+        has_seed = hasattr(self.env, "seed")
+        if seed is not None and has_seed:
             self.env.seed(seed)
-        elif seed is not None:
-            arguments["seed"] = seed
-        result = self.env.reset(**arguments)
+        result = self.env.reset() if seed is None or has_seed else self.env.reset(seed=seed)
         pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         if pair and not isinstance(self.observation_space, spaces.Tuple):
             return result
@@ -62,28 +77,17 @@ class LegacyGymEnv(gymnasium.Env):
         truncated = bool(done and info.get("TimeLimit.truncated", False))
         return observation, reward, bool(done) and not truncated, truncated, info
 
-    def render(self) -> Any:
-        """Whatever the old environment's ``render`` gives."""
-        return self.env.render()
 
-    def close(self) -> None:
-        """Closes the old environment."""
-        if hasattr(self.env, "close"):
-            self.env.close()
-
-
-class DmEnv(gymnasium.Env):
+class DmEnv(_Adapter):
     """A ``dm_env.Environment``.
 
-    A last step with discount 0 terminated; with any other discount it was truncated. Discounts of
-    other steps are not used. dm_env has no seeds: one is passed on to ``env.task.random``
-    (dm_control) where that exists.
+    A last step with discount 0 terminated; with any other discount it was truncated. Discounts of other
+    steps are not used. dm_env has no seeds: one is passed on to ``env.task.random`` (dm_control) where that
+    exists.
     """
 
     def __init__(self, env: Any):
-        self.env = env
-        self.observation_space = _spec(env.observation_spec())
-        self.action_space = _spec(env.action_spec())
+        super().__init__(env, _spec(env.observation_spec()), _spec(env.action_spec()))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
         """Starts an episode."""
@@ -100,10 +104,15 @@ class DmEnv(gymnasium.Env):
         reward = 0.0 if step.reward is None else float(step.reward)
         return _plain_nest(step.observation), reward, terminated, last and not terminated, {}
 
-    def close(self) -> None:
-        """Closes the dm_env environment."""
-        if hasattr(self.env, "close"):
-            self.env.close()
+
+_SPACES: dict[str, Callable[[Any], spaces.Space]] = {
+    "Box": lambda s: spaces.Box(np.asarray(s.low), np.asarray(s.high), dtype=s.dtype.type),
+    "Discrete": lambda s: spaces.Discrete(int(s.n), start=int(getattr(s, "start", 0))),
+    "MultiDiscrete": lambda s: spaces.MultiDiscrete(np.asarray(s.nvec)),
+    "MultiBinary": lambda s: spaces.MultiBinary(s.n),
+    "Dict": lambda s: spaces.Dict({name: _space(child) for name, child in s.spaces.items()}),
+    "Tuple": lambda s: spaces.Tuple([_space(child) for child in s.spaces]),
+}
 
 
 def _space(space: Any) -> spaces.Space:
@@ -111,22 +120,9 @@ def _space(space: Any) -> spaces.Space:
     if isinstance(space, spaces.Space):
         return space
     kind = type(space).__name__
-    if kind == "Box":
-        return spaces.Box(np.asarray(space.low), np.asarray(space.high), dtype=space.dtype.type)
-    if kind == "Discrete":
-        return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
-    if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(np.asarray(space.nvec))
-    if kind == "MultiBinary":
-        return spaces.MultiBinary(space.n)
-    if kind == "Dict":
-        return spaces.Dict({name: _space(child) for name, child in space.spaces.items()})
-    if kind == "Tuple":
-        return spaces.Tuple([_space(child) for child in space.spaces])
-    raise ValueError(
-        f"env: a gym space of kind {kind} is not supported; known are Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict and Tuple"
-    )
+    if kind not in _SPACES:
+        raise ValueError(f"env: a gym space of kind {kind} is not supported; known are {', '.join(_SPACES)}")
+    return _SPACES[kind](space)
 
 
 def _spec(spec: Any) -> spaces.Space:

@@ -1,9 +1,12 @@
 """Tiny environments whose values are known, to find out which part of a learner is broken.
 
-After A. Jones, "Debugging RL, without the agonizing pain" (2021): each adds one difficulty to the
-one before. All have observations f32, and actions from ``Discrete(2)`` or, with
-``continuous=True``, from ``Box(-1, 1, (1,))``. ``gamma`` below is the agent's.
+After A. Jones, "Debugging RL, without the agonizing pain" (2021): each adds one difficulty to the one
+before. All have observations f32, and actions from ``Discrete(2)`` or, with ``continuous=True``, from
+``Box(-1, 1, (1,))``. ``gamma`` below is the agent's.
 """
+
+# What `look` and `pay` return is said once, by the class.
+# ruff: noqa: D102
 
 from __future__ import annotations
 
@@ -15,48 +18,44 @@ from gymnasium import spaces
 
 
 class Probe(gymnasium.Env):
-    """Episodes of ``length`` steps; subclasses give :meth:`look` and :meth:`pay`.
+    """Episodes of ``length`` steps; ``look`` gives the observation and ``pay`` the reward of a step.
 
     Args:
         continuous: actions from ``Box(-1, 1, (1,))`` in place of ``Discrete(2)``.
     """
 
     length = 1
+    truncates = False
     observation_space: gymnasium.Space = spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, continuous: bool = False):
         self.continuous = continuous
-        box = spaces.Box(-1.0, 1.0, (1,), np.float32)
-        self.action_space = box if continuous else spaces.Discrete(2)
-        self.t = 0
-        self.sign = 1.0
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32) if continuous else spaces.Discrete(2)
+        self.t, self.sign = 0, 1.0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
         """Starts an episode and draws ``sign``, -1 or 1."""
         super().reset(seed=seed)
-        self.t = 0
-        self.sign = float(self.np_random.choice([-1.0, 1.0]))
+        self.t, self.sign = 0, float(self.np_random.choice([-1.0, 1.0]))
         return self.look(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        """One step; terminates after ``length`` steps."""
+        """One step; the episode ends after ``length`` of them."""
         self.t += 1
-        reward = self.pay(action)
-        return self.look(), reward, self.t >= self.length, False, {}
+        reward, done = self.pay(action), self.t >= self.length
+        return self.look(), reward, done and not self.truncates, done and self.truncates, {}
 
     def look(self) -> np.ndarray:
-        """The observation, f32 ``[1]``."""
         return np.zeros(1, np.float32)
 
     def pay(self, action: Any) -> float:
-        """The reward of the step that was just taken."""
         return 1.0
 
     def match(self, action: Any, sign: float) -> float:
         """1 for the best action, less for others.
 
-        The best one is 1 (``sign`` 1) or 0 (``sign`` -1), and the other one pays -1. Continuous:
-        the best one is ``0.5 * sign``, and the reward is ``1 - (action - best) ** 2``.
+        The best one is 1 (``sign`` 1) or 0 (``sign`` -1), and the other one pays -1. Continuous: the best
+        one is ``0.5 * sign``, and the reward is ``1 - (action - best) ** 2``.
         """
         if self.continuous:
             return 1.0 - (float(np.asarray(action).reshape(())) - 0.5 * sign) ** 2
@@ -71,11 +70,9 @@ class ObservationReward(Probe):
     """One step, observation -1 or 1, which is also the reward: ``V(x) = x``."""
 
     def look(self) -> np.ndarray:
-        """``[sign]``."""
         return np.full(1, self.sign, np.float32)
 
     def pay(self, action: Any) -> float:
-        """``sign``."""
         return self.sign
 
 
@@ -85,31 +82,23 @@ class DelayedReward(Probe):
     length = 2
 
     def look(self) -> np.ndarray:
-        """``[0]``, then ``[1]``."""
         return np.full(1, min(self.t, 1), np.float32)
 
     def pay(self, action: Any) -> float:
-        """0, then 1."""
         return float(self.t == 2)
 
 
 class ActionReward(Probe):
-    """One step, observation 0, the best action is 1 (continuous: 0.5)."""
+    """One step, observation 0, reward ``match(action, 1)``: the best action is 1 (continuous: 0.5)."""
 
     def pay(self, action: Any) -> float:
-        """``match(action, 1)``."""
         return self.match(action, 1.0)
 
 
-class ActionAndObservationReward(Probe):
-    """One step, observation -1 or 1, the best action depends on it; see :meth:`Probe.match`."""
-
-    def look(self) -> np.ndarray:
-        """``[sign]``."""
-        return np.full(1, self.sign, np.float32)
+class ActionAndObservationReward(ObservationReward):
+    """One step, observation -1 or 1, reward ``match(action, observation)``."""
 
     def pay(self, action: Any) -> float:
-        """``match(action, sign)``."""
         return self.match(action, self.sign)
 
 
@@ -120,7 +109,6 @@ class Endless(Probe):
     length = 2**62
 
     def look(self) -> np.ndarray:
-        """``[t]``."""
         return np.full(1, self.t, np.float32)
 
 
@@ -136,29 +124,17 @@ class Counting(Probe):
 
     observation_space = spaces.Box(-1.0, np.inf, (3,), np.float32)
 
-    def __init__(
-        self, length: int, env_id: int = 0, truncates: bool = False, continuous: bool = False
-    ):
+    def __init__(self, length: int, env_id: int = 0, truncates: bool = False, continuous: bool = False):
         super().__init__(continuous)
-        self.length = length
-        self.env_id = env_id
-        self.truncates = truncates
-        self.episode = -1
+        self.length, self.env_id, self.truncates, self.episode = length, env_id, truncates, -1
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
         """Starts the next episode; the first one is number 0."""
         self.episode += 1
         return super().reset(seed=seed, options=options)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        """One step."""
-        observation, reward, done, _, info = super().step(action)
-        return observation, reward, done and not self.truncates, done and self.truncates, info
-
     def look(self) -> np.ndarray:
-        """``[env_id, episode, t]``."""
         return np.array([self.env_id, self.episode, self.t], np.float32)
 
     def pay(self, action: Any) -> float:
-        """``t``, counted from 1."""
         return float(self.t)

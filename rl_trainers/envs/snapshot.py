@@ -1,9 +1,9 @@
 """State of Python environments as arrays: what can be written out is, the rest is named opaque.
 
-A value is turned into a nest of lists with numpy arrays as leaves (:func:`encode`), the nest into
-two byte arrays (:func:`pack`), and back. Numbers, strings, containers, arrays, random generators
-and objects made of these are state. Spaces, specs, classes and functions do not change while an
-environment runs and are left as they are. Anything else, such as a physics engine, is opaque.
+A value is turned into a nest of lists with numpy arrays as leaves (:func:`encode`), the nest into two byte
+arrays (:func:`pack`), and back. Numbers, strings, containers, arrays, random generators and objects made of
+these are state. Spaces, specs, classes and functions do not change while an environment runs and are left
+as they are. Anything else, such as a physics engine, is opaque.
 
 State outside the object (module globals, class attributes, the global generators) is not seen.
 """
@@ -11,9 +11,12 @@ State outside the object (module globals, class attributes, the global generator
 from __future__ import annotations
 
 import collections
+import io
 import json
+import math
 import random
 import types
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -22,9 +25,16 @@ from gymnasium.envs.registration import EnvSpec
 
 _PLAIN = (type(None), bool, int, float, str)
 _CONSTANT = (gymnasium.Space, EnvSpec, type, types.ModuleType, types.BuiltinFunctionType)
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", collections.deque: "deque"}
-# Constructor arguments that gymnasium wrappers record; they never change.
-_SKIPPED = ("_saved_kwargs", "_cached_spec")
+_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, collections.deque)}
+# How the state of a random generator is read and written.
+_GENERATORS: dict[type, tuple[Callable, Callable]] = {
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+}
 _HEAP_TYPE = 1 << 9
 _MISSING = object()
 
@@ -51,29 +61,28 @@ def encode(value: Any, seen: set[int] | None = None) -> list:
         return ["array", value.copy()]
     if isinstance(value, np.generic):
         return ["scalar", np.asarray(value)]
-    if kind in _SEQUENCES:
-        maxlen = value.maxlen if kind is collections.deque else None
-        return [_SEQUENCES[kind], [encode(item, seen) for item in value], maxlen]
+    if kind in _SEQUENCES.values():
+        return [kind.__name__, [encode(item, seen) for item in value], getattr(value, "maxlen", None)]
     if kind in (dict, collections.OrderedDict):
         return ["dict", [[encode(k, seen), encode(v, seen)] for k, v in value.items()]]
-    if id(value) in seen or isinstance(value, _CONSTANT) or _is_constant_function(value, seen):
+    is_function = kind is types.FunctionType and value.__closure__ is None
+    is_method = kind is types.MethodType and id(value.__self__) in seen
+    if id(value) in seen or isinstance(value, _CONSTANT) or is_function or is_method:
         return ["constant"]
     seen.add(id(value))
-    if kind is np.random.Generator:
-        return ["generator", encode(value.bit_generator.state)]
-    if kind is np.random.RandomState:
-        return ["random_state", encode(value.get_state(legacy=False))]
-    if kind is random.Random:
-        return ["random", encode(value.getstate())]
+    if kind in _GENERATORS:
+        return ["object", kind.__qualname__, encode(_GENERATORS[kind][0](value))]
     if not _is_pure_python(kind) or not hasattr(value, "__dict__"):
         raise OpaqueError(f"a {kind.__name__} holds state that cannot be read")
-    return ["object", kind.__qualname__, encode_attributes(value, seen)]
+    return ["object", kind.__qualname__, encode(vars(value), seen)]
 
 
-def encode_attributes(owner: Any, seen: set[int], skip: tuple[str, ...] = ()) -> list:
-    """Encodes an object's attributes as ``[[name, node], ...]``, without those in ``skip``."""
-    skip = skip + _SKIPPED
-    return [[k, encode(v, seen)] for k, v in vars(owner).items() if k not in skip]
+def try_encode(value: Any, seen: set[int] | None = None) -> list | None:
+    """Returns :func:`encode` of the value, or ``None`` if part of it cannot be written."""
+    try:
+        return encode(value, seen)
+    except (OpaqueError, RecursionError):
+        return None
 
 
 def decode(node: list, current: Any = _MISSING) -> Any:
@@ -90,112 +99,70 @@ def decode(node: list, current: Any = _MISSING) -> Any:
     if tag == "value":
         return rest[0]
     if tag == "array":
-        return _fill(rest[0], current)
+        saved = rest[0]
+        fits = isinstance(current, np.ndarray) and current.flags.writeable
+        if not fits or (current.shape, current.dtype) != (saved.shape, saved.dtype):
+            return saved.copy()
+        np.copyto(current, saved)  # so that views of it stay views of it
+        return current
     if tag == "scalar":
         return rest[0][()]
-    if tag in _SEQUENCES.values():
+    if tag in _SEQUENCES:
         present = list(current) if type(current) in (list, tuple) else []
         present += [_MISSING] * (len(rest[0]) - len(present))
         items = [decode(item, now) for item, now in zip(rest[0], present, strict=False)]
-        if tag == "deque":
-            return collections.deque(items, maxlen=rest[1])
-        return {"list": list, "tuple": tuple, "set": set}[tag](items)
+        return collections.deque(items, rest[1]) if tag == "deque" else _SEQUENCES[tag](items)
     if tag == "dict":
         known = current if isinstance(current, dict) else {}
         pairs = [(decode(k), v) for k, v in rest[0]]
         return {k: decode(v, known.get(k, _MISSING)) for k, v in pairs}
+    if current is _MISSING:
+        raise OpaqueError("an object that was there when the state was written is missing")
     if tag == "constant":
-        if current is _MISSING:
-            raise OpaqueError("an object that was there when the state was written is missing")
         return current
-    if tag == "object":
-        if type(current).__qualname__ != rest[0]:
-            raise OpaqueError(f"state of a {rest[0]} does not fit a {type(current).__qualname__}")
-        decode_attributes(rest[1], current)
-        return current
-    return _decode_random(tag, decode(rest[0]), current)
-
-
-def decode_attributes(pairs: list, owner: Any) -> None:
-    """Writes ``[[name, node], ...]`` into the attributes of an object."""
-    attributes = vars(owner)
-    for name, node in pairs:
-        attributes[name] = decode(node, attributes.get(name, _MISSING))
+    name, state = rest
+    if type(current).__qualname__ != name:
+        raise OpaqueError(f"state of a {name} does not fit a {type(current).__qualname__}")
+    if type(current) in _GENERATORS:
+        _GENERATORS[type(current)][1](current, decode(state))
+    else:
+        vars(current).update(decode(state, vars(current)))
+    return current
 
 
 def pack(tree: Any) -> dict[str, np.ndarray]:
     """Writes a nest of dicts, lists, JSON values and arrays into two u8 arrays.
 
     Returns:
-        ``{'header': u8 [h], 'data': u8 [d]}``: JSON text, and the bytes of all arrays.
+        ``{'header': u8 [h], 'data': u8 [d]}``: JSON text, and the bytes of all arrays in its order.
     """
     chunks: list[bytes] = []
-    offset = 0
 
-    def reference(value: Any) -> dict[str, Any]:
-        nonlocal offset
-        chunks.append(value.tobytes())
-        found = {"dtype": value.dtype.str, "shape": value.shape, "offset": offset}
-        offset += value.nbytes
-        return found
+    def reference(array: Any) -> dict[str, Any]:
+        chunks.append(array.tobytes())
+        return {"dtype": array.dtype.str, "shape": array.shape}
 
     header = json.dumps(tree, default=reference).encode()
-    return {
-        "header": np.frombuffer(header, np.uint8).copy(),
-        "data": np.frombuffer(b"".join(chunks), np.uint8).copy(),
-    }
+    parts = {"header": header, "data": b"".join(chunks)}
+    return {name: np.frombuffer(part, np.uint8).copy() for name, part in parts.items()}
 
 
 def unpack(packed: dict[str, np.ndarray]) -> Any:
     """Inverse of :func:`pack`."""
-    data = np.asarray(packed["data"], np.uint8).tobytes()
+    header, data = (np.asarray(packed[name], np.uint8).tobytes() for name in ("header", "data"))
+    stream = io.BytesIO(data)
 
     def array(found: dict[str, Any]) -> Any:
         if "dtype" not in found:
             return found
-        dtype, shape = np.dtype(found["dtype"]), tuple(found["shape"])
-        count = int(np.prod(shape, dtype=np.int64))
-        flat = np.frombuffer(data, dtype, count, found["offset"]) if count else np.zeros(0, dtype)
-        return flat.reshape(shape).copy()
+        dtype, shape = np.dtype(found["dtype"]), found["shape"]
+        return np.ndarray(shape, dtype, stream.read(dtype.itemsize * math.prod(shape))).copy()
 
-    header = np.asarray(packed["header"], np.uint8).tobytes()
     return json.loads(header, object_hook=array)
-
-
-def _fill(saved: np.ndarray, current: Any) -> np.ndarray:
-    """Writes into the present array if it fits, so that views of it stay views of it."""
-    fits = isinstance(current, np.ndarray) and current.flags.writeable
-    if fits and current.shape == saved.shape and current.dtype == saved.dtype:
-        np.copyto(current, saved)
-        return current
-    return saved.copy()
-
-
-def _decode_random(tag: str, state: Any, current: Any) -> Any:
-    if tag == "generator" and isinstance(current, np.random.Generator):
-        current.bit_generator.state = state
-    elif tag == "random_state" and isinstance(current, np.random.RandomState):
-        current.set_state(state)
-    elif tag == "random" and isinstance(current, random.Random):
-        current.setstate(state)
-    else:
-        raise OpaqueError(f"state of a {tag} does not fit a {type(current).__name__}")
-    return current
 
 
 def _is_pure_python(kind: type) -> bool:
     """Whether all state of an instance lies in its ``__dict__``: no base written in C, no slots."""
     return all(
-        base is object or (base.__flags__ & _HEAP_TYPE and base.__basicsize__ <= 32)
-        for base in kind.__mro__
+        base is object or (base.__flags__ & _HEAP_TYPE and base.__basicsize__ <= 32) for base in kind.__mro__
     )
-
-
-def _is_constant_function(value: Any, seen: set[int]) -> bool:
-    """Functions are constant unless they close over state that is not written elsewhere."""
-    if isinstance(value, types.MethodType):
-        return id(value.__self__) in seen
-    if not isinstance(value, types.FunctionType):
-        return False
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    return all(isinstance(c, _CONSTANT) or type(c) in _PLAIN or id(c) in seen for c in cells)

@@ -1,0 +1,319 @@
+"""The command line: what it refuses, what it writes, and that its files reproduce a run."""
+
+import json
+import shutil
+import signal
+import struct
+
+import gin
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+from rl_trainers import PPOJoint, cli, metrics
+
+TINY = """
+train.trainer = @PPOJoint
+train.n_epochs = 2
+RLTask.env = 'CartPole-v1'
+RLTask.num_envs = 2
+PPOJoint.n_interactions_per_epoch = 128
+PPOJoint.batch_size = 32
+PPOJoint.train_steps_per_epoch = 4
+PPOJoint.joint_model = @PolicyAndValue
+PolicyAndValue.body = @MLP
+MLP.layer_widths = (8,)
+MLP.activation = @tanh
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    gin.clear_config()
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "tiny.gin"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    """A run of two epochs."""
+    directory = tmp_path_factory.mktemp("runs") / "a"
+    assert cli.main(["train", "--config_file", config, "--output_dir", str(directory)]) == 0
+    gin.clear_config()
+    return directory
+
+
+@pytest.fixture
+def no_environments(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("an environment was made")
+
+    monkeypatch.setattr(gymnasium, "make", refuse)
+    monkeypatch.setattr(gymnasium, "make_vec", refuse)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def params(directory):
+    trainer = cli.load(str(directory))
+    trainer.close()
+    return jax.tree.map(np.asarray, trainer.state.params)
+
+
+def snapshot(directory):
+    return {
+        path.relative_to(directory): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in directory.rglob("*")
+    }
+
+
+# Bindings.
+
+
+@pytest.mark.parametrize(
+    "binding, wrong, nearest",
+    [
+        ("PPOJoint.epsilno = 0.1", "PPOJoint.epsilno", "'epsilon'"),
+        ("PPOJoint.n_interaction_per_epoch = 8", "n_interaction_per_epoch", "'n_interactions_per_epoch'"),
+        ("RLTask.num_env = 8", "RLTask.num_env", "'num_envs'"),
+        ("train.n_epoch = 8", "train.n_epoch", "'n_epochs'"),
+        ("MLP.layer_width = (8,)", "MLP.layer_width", "'layer_widths'"),
+        ("PPOJiont.epsilon = 0.1", "PPOJiont", "'PPOJoint'"),
+        ("PPOJoint.lr_schedule = @multifacter", "multifacter", "'multifactor'"),
+        ("A2CJoint.entropy_coeff = 0.1", "A2CJoint.entropy_coeff", "'PPOJoint'"),
+        ("multifactor.constant = 0.1", "multifactor.constant", "Nearest"),
+        ("policy/MLP.layer_widths = (4,)", "policy/MLP.layer_widths", "'MLP'"),
+        ("PPOJoint.epsilon = ", "", ""),
+        ("PPOJoint.n_interactions_per_epoch = 129", "n_interactions_per_epoch=129", "128"),
+    ],
+)
+def test_a_wrong_binding_stops_the_run(binding, wrong, nearest, config, tmp_path, capsys):
+    out = tmp_path / "run"
+    arguments = ["train", "--config_file", config, "--config", binding, "--output_dir", str(out)]
+    assert cli.main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("rl-trainers: ")
+    assert wrong in message and nearest in message
+    assert not (out / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("binding", ["PPOJoint.epsilno = 0.1", "A2CJoint.beta = 1", "AWRJoint.beta = 1.0"])
+def test_bindings_are_checked_before_an_environment_is_made(binding, config, tmp_path, no_environments):
+    arguments = ["train", "--config_file", config, "--config", binding, "--output_dir", str(tmp_path)]
+    assert cli.main(arguments) == 2
+
+
+def test_the_probe_for_environments_works(config, tmp_path, no_environments):
+    with pytest.raises(AssertionError, match="an environment was made"):
+        cli.main(["train", "--config_file", config, "--output_dir", str(tmp_path)])
+
+
+def test_the_last_binding_wins(config, tmp_path):
+    second = tmp_path / "second.gin"
+    second.write_text("PPOJoint.epsilon = 0.3\nRLTask.gamma = 0.8\n")
+    cli.parse([config, str(second)], ["PPOJoint.epsilon = 0.4", "PPOJoint.epsilon = 0.5"])
+    assert gin.query_parameter("PPOJoint.epsilon") == 0.5
+    assert gin.query_parameter("RLTask.gamma") == 0.8
+    assert gin.query_parameter("PPOJoint.batch_size") == 32
+
+
+def test_unused_bindings_can_be_allowed(config):
+    with pytest.raises(ValueError, match="would not use: AWRJoint.beta.*--allow_unused"):
+        cli.parse([config], ["AWRJoint.beta = 2.0"])
+    cli.parse([config], ["AWRJoint.beta = 2.0"], allow_unused=True)
+    assert gin.query_parameter("AWRJoint.beta") == 2.0
+    with pytest.raises(ValueError, match="no parameter 'btea'; nearest: 'beta'"):
+        cli.parse([config], ["AWRJoint.btea = 2.0"], allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        ["Gaussian.std = 0.5"],
+        ["create_distribution.std = 0.5"],
+        ["PPOJoint.lr_schedule = @multifactor", "multifactor.constant = 1e-3"],
+        ["PPOJoint.lr_schedule = @a/multifactor", "a/multifactor.constant = 1e-3"],
+        ["PPOJoint.optimizer = @Adam", "Adam.b1 = 0.8"],
+        ["PPOJoint.optimizer = @optax.adam", "optax.adam.b1 = 0.8"],
+        ["PPOJoint.advantage_estimator = @gae", "gae.lambda_ = 0.9"],
+        ["td_lambda.lambda_ = 0.9"],
+        ["PolicyAndValue.normalizer = @Normalize", "Normalize.limit = 5.0"],
+        ["width = 16", "MLP.layer_widths = (%width,)"],
+        ["schedule = @multifactor", "PPOJoint.lr_schedule = %schedule", "multifactor.constant = 1e-3"],
+        ["PPOJoint.seed = 3", "PPOJoint.n_eval_episodes = 2"],
+    ],
+)
+def test_bindings_that_a_run_uses_are_accepted(bindings, config):
+    cli.parse([config], bindings)
+
+
+def test_defaults_count_as_used():
+    cli.parse([], ["RLTask.env = 'CartPole-v1'", "PPOJoint.epsilon = 0.1", "MLP.layer_widths = (8,)"])
+
+
+def test_output_dir_cannot_be_bound(config, tmp_path, capsys):
+    arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
+    assert cli.main([*arguments, "--config", "PPOJoint.output_dir = 'x'"]) == 2
+    assert "output_dir" in capsys.readouterr().err
+
+
+# Running.
+
+
+def test_what_a_run_leaves(run):
+    assert [line["epoch"] for line in lines(run)] == [1, 2]
+    # 128 rows an epoch, of which reset rows are not interactions.
+    for line in lines(run):
+        assert 128 * line["epoch"] - 40 < line["env_steps"] <= 128 * line["epoch"]
+    assert {path.name for path in run.iterdir()} == {
+        "metrics.jsonl",
+        "config.gin",
+        "checkpoints",
+        "rl",
+        "curves.png",
+    }
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    assert len(list((run / "rl").glob("*tfevents*"))) == 1
+    assert "PPOJoint.epsilon = 0.2" in (run / "config.gin").read_text()
+    check_picture(run / "curves.png")
+
+
+def check_picture(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 400 <= width <= 4000 and 300 <= height <= 4000
+    import matplotlib.image
+
+    assert matplotlib.image.imread(path).std() > 0.01
+
+
+def test_the_report_names_the_next_commands(config, run, tmp_path, capsys):
+    """Continuing a finished run trains nothing, and reports."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    before = params(copy)
+    gin.clear_config()
+    assert cli.main(["train", "--output_dir", str(copy)]) == 0
+    out = capsys.readouterr().out
+    assert "20 greedy episodes: return" in out
+    assert f"rl-trainers eval {copy}" in out and f"tensorboard --logdir {copy}" in out
+    assert len(lines(copy)) == 2
+    gin.clear_config()
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(params(copy)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_second_call_does_only_the_rest(config, run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    more = ["train", "--output_dir", str(copy), "--config", "train.n_epochs = 3"]
+    assert cli.main(more) == 0
+    assert [line["epoch"] for line in lines(copy)] == [1, 2, 3]
+    assert lines(copy)[:2] == lines(run)
+    assert "train.n_epochs = 3" in (copy / "config.gin").read_text()
+    gin.clear_config()
+    straight = tmp_path / "straight"
+    more = ["--config_file", config, "--config", "train.n_epochs = 3"]
+    assert cli.main(["train", "--output_dir", str(straight), *more]) == 0
+    for x, y in zip(jax.tree.leaves(params(copy)), jax.tree.leaves(params(straight)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_effective_configuration_gives_the_same_run(run, tmp_path):
+    again = tmp_path / "again"
+    assert cli.main(["train", "--config_file", str(run / "config.gin"), "--output_dir", str(again)]) == 0
+    for x, y in zip(jax.tree.leaves(params(run)), jax.tree.leaves(params(again)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert (run / "config.gin").read_text() == (again / "config.gin").read_text()
+
+
+def test_seed(config, run, tmp_path):
+    out = tmp_path / "run"
+    arguments = ["train", "--config_file", config, "--output_dir", str(out), "--seed", "5"]
+    assert cli.main([*arguments, "--config", "train.n_epochs = 1"]) == 0
+    gin.clear_config()
+    trainer = cli.load(str(out))
+    assert trainer.seed == 5
+    assert any(
+        np.any(x != np.asarray(y))
+        for x, y in zip(jax.tree.leaves(params(run)), jax.tree.leaves(trainer.state.params), strict=True)
+    )
+    trainer.close()
+    assert gin.query_parameter("RLTask.seed") is not None
+    assert "seed" in (out / "config.gin").read_text()
+
+
+def test_eval_writes_nothing_into_the_run(run, capsys):
+    before = snapshot(run)
+    assert cli.main(["eval", str(run), "--n_episodes", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["epoch"] == 2 and result["n_episodes"] == len(result["returns"]) == 3
+    np.testing.assert_allclose(result["return_mean"], np.mean(result["returns"]))
+    np.testing.assert_allclose(result["return_std"], np.std(result["returns"]))
+    assert result["length_mean"] == result["return_mean"]
+    assert cli.main(["eval", str(run), "--n_episodes", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == result
+    assert cli.main(["eval", str(run), "--n_episodes", "3"]) == 0
+    assert "epoch 2, 3 episodes: return" in capsys.readouterr().out
+    assert snapshot(run) == before
+
+
+def test_plot(run, tmp_path, capsys):
+    out = tmp_path / "plot.png"
+    assert cli.main(["plot", str(run), "--out", str(out), "--key", "joint_loss"]) == 0
+    assert str(out) in capsys.readouterr().out
+    check_picture(out)
+    assert np.isfinite(metrics.read_curve(run)["joint_loss"]).all()
+
+
+@pytest.mark.parametrize("command", [["eval", "{}"], ["plot", "{}", "--out", "{}/x.png"]])
+def test_a_directory_without_a_run(command, tmp_path, capsys):
+    assert cli.main([part.format(tmp_path) for part in command]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_config_file_that_is_not_there(tmp_path, capsys):
+    missing = str(tmp_path / "missing.gin")
+    assert cli.main(["train", "--config_file", missing, "--output_dir", str(tmp_path)]) == 2
+    assert "missing.gin" in capsys.readouterr().err
+
+
+def test_an_environment_that_does_not_exist(config, tmp_path, capsys):
+    arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
+    assert cli.main([*arguments, "--config", "RLTask.env = 'CartPoel-v1'"]) == 2
+    message = capsys.readouterr().err
+    assert "CartPoel-v1" in message and "CartPole-v1" in message
+
+
+def test_mistakes_in_arguments_exit_with_2(capsys):
+    for arguments in ([], ["train"], ["evaluate", "x"], ["train", "--output_dir", "x", "--n_epochs", "3"]):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        assert exit_.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_an_interrupt_finishes_the_epoch(config, tmp_path):
+    def interrupt(self, record, original=PPOJoint.train_epoch):
+        if self.current_epoch == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOJoint, "train_epoch", interrupt)
+        arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
+        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 0
+    assert [line["epoch"] for line in lines(tmp_path)] == [1, 2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
