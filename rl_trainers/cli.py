@@ -11,6 +11,7 @@ import difflib
 import inspect
 import json
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,7 @@ def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bo
                     f"{name}.{argument}: {name} has no parameter {argument!r}; nearest: "
                     f"{_nearest(argument, valid)!r}"
                 )
-            if (scope, selector) not in used and ("", selector) not in used:
+            if not _reaches(scope, selector, used):
                 unused.append(f"{scope + '/' if scope else ''}{name}.{argument}")
     if unused and not allow_unused:
         names = sorted({selector.rpartition(".")[2] for _, selector in used})
@@ -144,6 +145,13 @@ def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bo
             f"this run would not use: {', '.join(unused)}. Nearest that it uses: "
             f"{_nearest(first, names)!r}; --allow_unused runs all the same"
         )
+
+
+def _reaches(scope: str, selector: str, used: set[tuple[str, str]]) -> bool:
+    """Whether a binding applies somewhere: bindings hold in their scope and in those within it."""
+    return any(
+        name == selector and (not scope or f"{inner}/".startswith(f"{scope}/")) for inner, name in used
+    )
 
 
 def _wrapped(selector: str) -> Any:
@@ -178,13 +186,17 @@ def _used() -> set[tuple[str, str]]:
         seen.add((scope, selector))
         target = _wrapped(selector)
         bound: dict[str, Any] = {}
-        for level in {"", scope}:
+        parts = scope.split("/")
+        for level in ["", *("/".join(parts[: i + 1]) for i in range(len(parts)))]:
             bound |= gin.config._CONFIG.get((level, selector), {})
         for value in bound.values():
-            todo += [("/".join(r.scopes), r.configurable.selector) for r in _references(value)]
+            todo += [
+                ("/".join(filter(None, [scope, *r.scopes])), r.configurable.selector)
+                for r in _references(value)
+            ]
         for value in _defaults(target, bound):
             if id(value) in selectors:
-                todo.append(("", selectors[id(value)]))
+                todo.append((scope, selectors[id(value)]))
     return seen
 
 
@@ -216,7 +228,12 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
 
 
 def _with_nearest(message: str) -> str:
-    """Adds the nearest valid name to gin's message about a configurable that does not exist."""
+    """Adds the nearest valid name to gin's message about a name that does not exist."""
+    parameter = re.search(r"Configurable '(.+?)' doesn't have a parameter named '(.+?)'", message)
+    if parameter:
+        name, wrong = parameter.groups()
+        valid = _parameters(_wrapped(gin.config._REGISTRY.get_match(name).selector))
+        return f"{name}.{wrong}: {message.strip()}; nearest: {_nearest(wrong, valid)!r}"
     quoted = message.split("'")[1] if message.count("'") >= 2 else ""
     names = [selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()]
     if "No configurable matching" not in message or not quoted:

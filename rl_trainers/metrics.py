@@ -40,17 +40,17 @@ _TAGS = {
 class Compilations(NamedTuple):
     """How many programs this process has compiled, and the seconds that took."""
 
-    count: int
+    programs: int
     seconds: float
 
 
 _compilations = Compilations(0, 0.0)
 
 
-def _on_duration(event: str, seconds: float, **_: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     global _compilations
     if event == "/jax/core/compile/backend_compile_duration":
-        _compilations = Compilations(_compilations.count + 1, _compilations.seconds + seconds)
+        _compilations = Compilations(_compilations.programs + 1, _compilations.seconds + duration_secs)
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)

@@ -79,7 +79,8 @@ DEFAULT_LEARNING_RATE = 1e-3
 
 def default(learning_rate: float) -> Optimizer:
     """The optimizer of trainers that are given none: Adam, no decay, gradients clipped at norm 0.5."""
-    return Adam(learning_rate, weight_decay_rate=0.0, clip_grad_norm=0.5)
+    # Not Adam itself, so that bindings of Adam change nothing where Adam was not asked for.
+    return _optimizer(optax.scale_by_adam(eps=1e-5), learning_rate, clip_grad_norm=0.5)
 
 
 @gin.configurable(module="rl_trainers.optimizers")
@@ -300,7 +301,7 @@ def resolve_schedule(lr_schedule: Any) -> Schedule:
         TypeError: if it is none of them.
     """
     if isinstance(lr_schedule, (int, float)):
-        return multifactor(factors="constant", constant=float(lr_schedule))
+        return optax.constant_schedule(float(lr_schedule))
     if not callable(lr_schedule):
         raise TypeError(
             f"lr_schedule={lr_schedule!r} is neither a number nor a schedule such as multifactor"

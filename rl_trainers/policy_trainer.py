@@ -393,6 +393,8 @@ def best_trajectories(
     first[:, 0] = True
     first = first.reshape(-1)
     begins = (mask > 0) & (first | np.roll((mask == 0) | done, 1))
+    if not begins.any():
+        return np.zeros(steps.mask.shape, np.float32)
     label = np.cumsum(begins) - 1
     returns = np.zeros(label[-1] + 1)
     finished = np.zeros(label[-1] + 1, bool)

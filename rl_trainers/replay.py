@@ -1,17 +1,17 @@
 """The replay of whole trajectories: a ring of rows in time order, one column per environment.
 
-A column holds what one environment did, row after row, so the successor of a row is the next row;
-the row after the newest one is the *open row*: it holds the newest observation, with mask 0. Rows
-count in *age*: 0 is the oldest row, ``size`` the open row.
+A column holds what one environment did, row after row, so the successor of a row is the next row; the row
+after the newest one is the *open row*: it holds the newest observation, with mask 0. Rows count in *age*:
+0 is the oldest row, ``size`` the open row.
 
 A trajectory is a run of decisions of one environment. It ends where the episode ends, and every
-``max_steps`` decisions if that is given; its successor's row then has mask 0 or belongs to the next
-trajectory.
+``max_steps`` decisions if that is given. A row continues the trajectory of the row before it if both are
+decisions and its ``position`` is not 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,31 +26,22 @@ class Replay(NamedTuple):
 
     Attributes:
         steps: :class:`TimeStep` ``[C, B, ..]``, with ``return_``.
-        trajectory_id: i32 ``[C, B]``, different for every trajectory, -1 where mask is 0.
+        position: i32 ``[C, B]``, decisions of the running trajectory before the row.
         epoch: i32 ``[C]``, -1 for rows that were removed.
         insert: the open row, where the next rows will be written.
         size: rows stored.
-        n_open: i64 ``[B]``, decisions since the last end of a trajectory.
-        n_ended: i32 ``[B]``, trajectories that ended.
     """
 
     steps: TimeStep
-    trajectory_id: np.ndarray
+    position: np.ndarray
     epoch: np.ndarray
     insert: int
     size: int
-    n_open: np.ndarray
-    n_ended: np.ndarray
 
     @property
     def capacity(self) -> int:
         """Rows that can be stored."""
         return len(self.epoch) - 1
-
-    @property
-    def num_envs(self) -> int:
-        """``B``."""
-        return self.trajectory_id.shape[1]
 
     def rows(self, age: np.ndarray) -> np.ndarray:
         """Places in the arrays of rows of the given age."""
@@ -79,18 +70,28 @@ def create(example: TimeStep, capacity: int) -> Replay:
         capacity: rows to allocate.
     """
     num_envs = len(example.mask)
-    example = example._replace(return_=np.zeros(num_envs, np.float32))
-    return Replay(
-        steps=jax.tree.map(
-            lambda x: np.zeros((capacity + 1, *np.shape(x)), np.asarray(x).dtype), example
-        ),
-        trajectory_id=np.full((capacity + 1, num_envs), -1, np.int32),
-        epoch=np.full(capacity + 1, -1, np.int32),
-        insert=0,
-        size=0,
-        n_open=np.zeros(num_envs, np.int64),
-        n_ended=np.zeros(num_envs, np.int32),
-    )
+    row = example._replace(return_=np.zeros(num_envs, np.float32))
+    steps = jax.tree.map(lambda x: np.zeros((1, *np.shape(x)), np.asarray(x).dtype), row)
+    return from_rows((steps, np.zeros((1, num_envs), np.int32), np.array([-1], np.int32)), capacity)
+
+
+def to_rows(replay: Replay) -> tuple[TimeStep, np.ndarray, np.ndarray]:
+    """Copies ``(steps, position, epoch)`` of the rows in time order, ``[size + 1, ..]`` with the open row."""
+    rows = replay.rows(np.arange(replay.size + 1))
+    return jax.tree.map(lambda x: x[rows], replay[:3])
+
+
+def from_rows(rows: tuple[TimeStep, np.ndarray, np.ndarray], capacity: int) -> Replay:
+    """The inverse of :func:`to_rows`, with room for ``capacity`` rows."""
+
+    def allocated(x: np.ndarray) -> np.ndarray:
+        larger = np.zeros((capacity + 1, *x.shape[1:]), x.dtype)
+        larger[: len(x)] = x
+        return larger
+
+    size = len(rows[2]) - 1
+    steps, position, epoch = jax.tree.map(allocated, rows)
+    return Replay(steps, position, epoch, insert=size, size=size)
 
 
 def add(
@@ -104,14 +105,15 @@ def add(
 ) -> Replay:
     """Stores a rollout; consumes ``replay``.
 
-    Rows of padding at the end are not stored. A trajectory goes on from one rollout to the next;
-    where the rollout does not start at the open row's observation, all running trajectories end
-    before it. ``return_`` is filled in, also for the earlier rows of running trajectories: until a
-    trajectory ends, it covers the rewards that are known.
+    Rows of padding at the end are not stored. A trajectory goes on from one rollout to the next; where the
+    rollout does not start at the open row's observation, all running trajectories end before it.
+    ``return_`` is filled in, also for the earlier rows of running trajectories: until a trajectory ends, it
+    covers the rewards that are known.
 
     Args:
         replay: where to store.
-        rollout: host arrays ``[T, B]`` of the structure that the replay was created with.
+        rollout: host arrays ``[T, B]`` of the structure that the replay was created with, but for
+            ``policy_state``, which is not stored, and ``dist_inputs``, which are NaN if there are none.
         epoch: at least 0; belongs to all rows.
         gamma: discount factor per step, for ``return_``.
         max_steps: decisions after which a trajectory is cut while the episode goes on.
@@ -120,93 +122,40 @@ def add(
     Raises:
         ValueError: if structure or shapes differ from the replay's.
     """
-    rollout = trim(rollout)
-    _check_fits(replay, rollout.steps)
-    if not _follows(replay, rollout):
-        replay = cut(replay, grow=grow)
-    if not grow and len(rollout.steps.mask) > replay.capacity:
-        recent = jax.tree.map(lambda x: x[-replay.capacity :], rollout.steps)
-        replay = cut(replay, grow=grow)._replace(size=0)
-        rollout = rollout._replace(steps=recent)
-    steps = rollout.steps
-    length = len(steps.mask)
+    steps = _storable(replay, _trim(rollout.steps))
+    if not grow:
+        steps = jax.tree.map(lambda x: x[-replay.capacity :], steps)
+    if not _follows(replay, steps.observation):
+        replay = _cut(replay, grow)
+    length, decided = len(steps.mask), steps.mask > 0
     replay = _reserve(replay, length, grow)
-    decided = steps.mask > 0
-    steps = steps._replace(
-        terminated=steps.terminated & decided, truncated=steps.truncated & decided
-    )
-    ends, n_open = trajectory_ends(steps, replay.n_open, max_steps)
-    n_ended = np.cumsum(ends, axis=0) - ends + replay.n_ended
-    ids = np.where(decided, n_ended * replay.num_envs + np.arange(replay.num_envs), -1)
-    steps = steps._replace(return_=_returns(steps, ends, gamma))
-    rows = (replay.insert + np.arange(length)) % len(replay.epoch)
-    jax.tree.map(lambda stored, x: _set(stored, rows, x), replay.steps, steps)
-    replay.trajectory_id[rows] = ids
-    replay.epoch[rows] = epoch
+    steps = steps._replace(terminated=steps.terminated & decided, truncated=steps.truncated & decided)
+    position = positions(steps, replay.position[replay.insert], max_steps)
+    steps = steps._replace(return_=_returns(steps, decided & (position[1:] > 0), gamma))
     _extend_returns(replay, gamma, steps.return_[0] * decided[0])
-    replay = replay._replace(
-        insert=(replay.insert + length) % len(replay.epoch),
-        size=replay.size + length,
-        n_open=n_open,
-        n_ended=replay.n_ended + ends.sum(0, dtype=np.int32),
-    )
-    _open_row(replay, rollout.last_observation, epoch)
-    return replay
+    rows = (replay.insert + np.arange(length)) % len(replay.epoch)
+    _write(replay.steps, rows, steps)
+    replay.position[rows], replay.epoch[rows] = position[:-1], epoch
+    return _open(replay, length, rollout.last_observation, position[-1], epoch)
 
 
-def trim(rollout: Rollout) -> Rollout:
-    """Removes rows at the end that :func:`rl_trainers.rollout.pad` appended.
-
-    A row without decisions is no padding if it is the reset row of all environments; then each of
-    them ended its episode in the row before.
-    """
-    mask, done = rollout.steps.mask > 0, rollout.steps.done
-    length = len(mask)
-    while length > 1 and not mask[length - 1].any():
-        if (mask[length - 2] & done[length - 2]).all():
-            break
-        length -= 1
-    return rollout._replace(steps=jax.tree.map(lambda x: x[:length], rollout.steps))
-
-
-def trajectory_ends(
-    steps: TimeStep, n_open: np.ndarray, max_steps: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where trajectories end.
+def positions(steps: TimeStep, before: np.ndarray, max_steps: int | None) -> np.ndarray:
+    """Decisions of the running trajectory before each row, i64 ``[T + 1, B]``; 0 after its end.
 
     Args:
         steps: ``[T, B]``.
-        n_open: i64 ``[B]``, decisions in the running trajectory, or episode, before the first row.
+        before: i64 ``[B]``, decisions in the running trajectory, or episode, before the first row.
         max_steps: decisions after which a trajectory is cut; ``None`` for no limit.
-
-    Returns:
-        ``(ends bool [T, B], n_open i64 [B])``, the latter after the last row.
     """
     decided = steps.mask > 0
-    done = steps.done & decided
-    count = np.cumsum(decided, axis=0) + n_open
-    at_done = np.maximum.accumulate(np.where(done, count, 0), axis=0)
-    after = count[-1] - at_done[-1]
-    if max_steps is None:
-        return done, after
-    before = np.concatenate([np.zeros_like(at_done[:1]), at_done[:-1]])
-    return done | (decided & ((count - before) % max_steps == 0)), after % max_steps
+    count = np.cumsum(decided, axis=0) + before
+    after = count - np.maximum.accumulate(np.where(steps.done & decided, count, 0), axis=0)
+    return np.concatenate([before[None], after if max_steps is None else after % max_steps])
 
 
-def cut(replay: Replay, *, grow: bool = True) -> Replay:
-    """Ends all running trajectories; the open row becomes a row with mask 0."""
-    replay = replay._replace(n_open=np.zeros_like(replay.n_open), n_ended=replay.n_ended + 1)
-    if not replay.size:
-        return replay
-    replay = _reserve(replay, 1, grow)
-    last = jax.tree.map(lambda x: x[replay.insert].copy(), replay.steps.observation)
-    epoch = replay.epoch[replay.insert]
-    replay = replay._replace(
-        insert=(replay.insert + 1) % len(replay.epoch),
-        size=replay.size + 1,
-    )
-    _open_row(replay, last, epoch)
-    return replay
+def end_running(replay: Replay, columns: Any = slice(None)) -> None:
+    """Ends the running trajectories of these columns; what is added next begins others."""
+    replay.position[replay.insert, columns] = 0
 
 
 def remove(replay: Replay, epochs: np.ndarray) -> Replay:
@@ -219,8 +168,7 @@ def remove(replay: Replay, epochs: np.ndarray) -> Replay:
     replay.epoch[epochs] = -1
     replay.steps.mask[epochs] = 0.0
     kept = replay.epoch[replay.rows(np.arange(replay.size))] >= 0
-    size = replay.size - (int(kept.argmax()) if kept.any() else replay.size)
-    return replay._replace(size=size)
+    return replay._replace(size=replay.size - int(kept.argmax()) if kept.any() else 0)
 
 
 def epoch_ids(replay: Replay) -> list[int]:
@@ -237,8 +185,8 @@ def ordered(replay: Replay, epochs: Sequence[int] | None = None) -> Rollout:
         epochs: the epochs wanted; the rows of others get mask 0.
 
     Returns:
-        A rollout ``[capacity, B]``: the same shape until the capacity grows. Rows that are not
-        filled have mask 0; the row after the newest one holds its successor's observation, as does
+        A rollout ``[capacity, B]``: the same shape until the capacity grows. Rows that are not filled have
+        mask 0; the row after the newest one holds its successor's observation, as does
         ``last_observation``.
     """
     age = np.arange(replay.capacity)
@@ -258,11 +206,12 @@ def sample_slices(
     *,
     epochs: Sequence[int] | None = None,
     per_trajectory: bool = False,
+    min_slice_length: int = 0,
 ) -> Rollout:
     """Draws slices of trajectories, with replacement.
 
-    A trajectory of S decisions has ``max(1, S + margin - length + 1)`` slices: every slice holds at
-    least ``length - margin`` decisions, or the whole trajectory if it is shorter.
+    A trajectory of S decisions has ``max(1, S + margin - length + 1)`` slices: every slice holds at least
+    ``length - margin`` decisions, or the whole trajectory if it is shorter.
 
     Args:
         rng: advanced.
@@ -271,31 +220,44 @@ def sample_slices(
         length: ``L``, rows of a slice, margin included.
         margin: rows that may lie after the end of the trajectory, less than ``length``.
         epochs: the epochs wanted; ``None`` for all.
-        per_trajectory: draw a trajectory uniformly, then a slice of it; otherwise all slices are
-            equally likely.
+        per_trajectory: draw a trajectory uniformly, then a slice of it; otherwise all slices are equally
+            likely.
+        min_slice_length: slices with fewer rows, margin included, are left out.
 
     Returns:
         See :func:`gather`.
 
     Raises:
-        ValueError: if no decision is stored in these epochs, or if the margin does not fit.
+        ValueError: if no decision is stored in these epochs, or no slice is long enough, or if the margin
+            does not fit.
     """
     if not 0 <= margin < length:
         raise ValueError(f"margin is {margin}; with length {length} it must be 0..{length - 1}.")
-    need = length - margin
-    if per_trajectory:
-        age, column = _draw_exact(rng, replay, n, need, epochs, per_trajectory)
-    else:
-        age, column = _draw(rng, replay, n, need, epochs)
-    return gather(replay, age, column, length, epochs)
+    if not per_trajectory:
+        # Tries any rows first, which costs nothing per stored row, and keeps those that can start a slice.
+        age = rng.integers(max(1, replay.size), size=4 * n)
+        column = rng.integers(replay.position.shape[1], size=4 * n)
+        _, same = _follow(replay, age, column, length - margin, epochs)
+        is_first = ~_follow(replay, age - 1, column, 2, epochs)[1][:, 1]
+        starts = same[:, 0] & (same[:, -1] | is_first) & (same.sum(1) + margin >= min_slice_length)
+        chosen = np.flatnonzero(starts)[:n]
+        if len(chosen) == n:
+            return gather(replay, age[chosen], column[chosen], length, epochs)
+    found = segments(replay, epochs)
+    if not len(found.age):
+        raise ValueError(f"no decision is stored in the epochs {epochs}; epochs stored: {epoch_ids(replay)}.")
+    rows = np.minimum(found.length + margin, length)
+    if rows.max() < min_slice_length:
+        raise ValueError(f"min_slice_length is {min_slice_length}; slices have {rows.max()} rows at most.")
+    n_starts = np.maximum(1, found.length + margin - length + 1) * (rows >= min_slice_length)
+    weights = n_starts > 0 if per_trajectory else n_starts
+    chosen = np.searchsorted(np.cumsum(weights), rng.integers(weights.sum(), size=n), side="right")
+    age = found.age[chosen] + rng.integers(n_starts[chosen])
+    return gather(replay, age, found.column[chosen], length, epochs)
 
 
 def gather(
-    replay: Replay,
-    age: np.ndarray,
-    column: np.ndarray,
-    length: int,
-    epochs: Sequence[int] | None = None,
+    replay: Replay, age: np.ndarray, column: np.ndarray, length: int, epochs: Sequence[int] | None = None
 ) -> Rollout:
     """Copies slices out.
 
@@ -307,51 +269,57 @@ def gather(
         epochs: a slice ends where an epoch that is not among these begins.
 
     Returns:
-        A rollout whose leading axes are ``[N, L]``; ``last_observation [N, *obs]`` is the successor
-        of row ``L - 1``. Rows after the end of the trajectory have mask 0 and ``terminated``; the
-        first of them holds the true successor's observation; all else in them is 0.
+        A rollout whose leading axes are ``[N, L]``; ``last_observation [N, *obs]`` is the successor of row
+        ``L - 1``. Rows after the end of the trajectory have mask 0 and ``terminated``; the first of them
+        holds the true successor's observation; all else in them is 0.
     """
-    window = age[:, None] + np.arange(length + 1)
-    real = _is_same_trajectory(replay, window, column, epochs)
-    rows, columns = replay.rows(np.minimum(window, replay.size)), column[:, None]
-    seen = np.concatenate([np.ones_like(real[:, :1]), real[:, :-1]], axis=1)
-    observation = jax.tree.map(lambda x: _zeroed(x[rows, columns], ~seen), replay.steps.observation)
-    rows, real = rows[:, :-1], real[:, :-1]
-    steps = jax.tree.map(
-        lambda x: _zeroed(x[rows, columns], ~real), replay.steps._replace(observation=None)
-    )
+    rows, real = _follow(replay, age, column, length + 1, epochs)
+    follows_real = np.concatenate([np.ones_like(real[:, :1]), real[:, :-1]], axis=1)
+
+    def copied(tree: PyTree, rows: np.ndarray, kept: np.ndarray) -> PyTree:
+        copy = jax.tree.map(lambda x: x[rows, column[:, None]], tree)
+        _write(copy, ~kept, jax.tree.map(lambda x: 0, copy))
+        return copy
+
+    observation = copied(replay.steps.observation, rows, follows_real)
+    steps = copied(replay.steps._replace(observation=None), rows[:, :-1], real[:, :-1])
     steps = steps._replace(
         observation=jax.tree.map(lambda x: x[:, :-1], observation),
-        terminated=steps.terminated | ~real,
+        terminated=steps.terminated | ~real[:, :-1],
     )
     return Rollout(steps, jax.tree.map(lambda x: x[:, -1], observation))
 
 
-def segments(
-    replay: Replay, epochs: Sequence[int] | None = None, *, split_epochs: bool = False
-) -> Segments:
+def segments(replay: Replay, epochs: Sequence[int] | None = None) -> Segments:
     """Finds the stored trajectories, column by column, each column in time order.
 
     Args:
         replay: where to look.
         epochs: the epochs wanted; ``None`` for all.
-        split_epochs: a trajectory also ends where the epoch changes.
     """
-    age = np.arange(replay.size)
-    rows = replay.rows(age)
-    ids = np.where(replay.steps.mask[rows] > 0, replay.trajectory_id[rows], -1)
-    ids[~_wanted(replay, rows, epochs)] = -1
-    starts = ids >= 0
-    goes_on = ids[1:] == ids[:-1]
-    if split_epochs:
-        epoch = replay.epoch[rows]
-        goes_on &= (epoch[1:] == epoch[:-1])[:, None]
-    starts[1:] &= ~goes_on
+    rows = replay.rows(np.arange(replay.size))
+    real = (replay.steps.mask[rows] > 0) & _wanted(replay, rows, epochs)[:, None]
+    starts = real.copy()
+    starts[1:] &= ~real[:-1] | (replay.position[rows[1:]] == 0)
     where = np.flatnonzero(starts.T)
     if not len(where):
         return Segments(where, where, where)
-    lengths = np.add.reduceat((ids >= 0).T.ravel(), where, dtype=np.int64)
+    lengths = np.add.reduceat(real.T.ravel(), where, dtype=np.int64)
     return Segments(where % replay.size, where // replay.size, lengths)
+
+
+def trajectories(replay: Replay, epoch: int) -> Iterator[TimeStep]:
+    """Copies the trajectories of an epoch out, each as :func:`pack` takes it."""
+    for age, column, length in zip(*segments(replay, [epoch]), strict=True):
+        yield trajectory(replay, age, column, length, [epoch])
+
+
+def trajectory(
+    replay: Replay, age: int, column: int, length: int, epochs: Sequence[int] | None = None
+) -> TimeStep:
+    """Copies a segment out, ``[length + 1, ..]``; the last row has mask 0 and holds the last observation."""
+    steps = gather(replay, np.array([age]), np.array([column]), length + 1, epochs).steps
+    return jax.tree.map(lambda x: x[0], steps)
 
 
 def pack(trajectories: Sequence[TimeStep], num_envs: int) -> Rollout:
@@ -365,6 +333,7 @@ def pack(trajectories: Sequence[TimeStep], num_envs: int) -> Rollout:
     Returns:
         A rollout ``[T, B]`` with padding at the end.
     """
+    trajectories = [steps._replace(policy_state=(), return_=None) for steps in trajectories]
     columns: list[list[TimeStep]] = [[] for _ in range(num_envs)]
     filled = [0] * num_envs
     for steps in trajectories:
@@ -373,34 +342,56 @@ def pack(trajectories: Sequence[TimeStep], num_envs: int) -> Rollout:
         filled[shortest] += len(steps.mask)
     length = max(filled)
     empty = jax.tree.map(lambda x: np.zeros((length, *x.shape[1:]), x.dtype), trajectories[0])
-
-    def column(parts: list[TimeStep]) -> TimeStep:
-        return jax.tree.map(lambda *xs: np.concatenate(xs)[:length], *parts, empty)
-
-    steps = jax.tree.map(lambda *xs: np.stack(xs, axis=1), *[column(c) for c in columns])
+    joined = [jax.tree.map(lambda *xs: np.concatenate(xs)[:length], *parts, empty) for parts in columns]
+    steps = jax.tree.map(lambda *xs: np.stack(xs, axis=1), *joined)
     last = jax.tree.map(lambda x: x[-1], steps.observation)
     return Rollout(jax.tree.map(lambda x: x[:-1], steps), last)
 
 
-def _check_fits(replay: Replay, steps: TimeStep) -> None:
-    given, structure = jax.tree.flatten(steps._replace(return_=None))
-    stored, expected = jax.tree.flatten(replay.steps._replace(return_=None))
-    if str(structure) != str(expected):
-        raise ValueError(f"rollout is {structure}; the replay stores {expected}.")
-    for x, y in zip(given, stored, strict=True):
+def _trim(steps: TimeStep) -> TimeStep:
+    """Removes rows at the end that :func:`rl_trainers.rollout.pad` appended.
+
+    A row without decisions is no padding if it is the reset row of all environments; then each of them
+    ended its episode in the row before.
+    """
+    length, decided = len(steps.mask), steps.mask > 0
+    ended = decided & steps.done
+    while length > 1 and not decided[length - 1].any() and not ended[length - 2].all():
+        length -= 1
+    return jax.tree.map(lambda x: x[:length], steps)
+
+
+def _storable(replay: Replay, steps: TimeStep) -> TimeStep:
+    """Steps ``[T, B]`` with the fields that the replay stores; unknown ``dist_inputs`` are NaN."""
+    steps, stored = steps._replace(policy_state=(), return_=None), replay.steps._replace(return_=None)
+    if steps.dist_inputs is None and stored.dist_inputs is not None:
+        shape = (*steps.mask.shape, stored.dist_inputs.shape[-1])
+        steps = steps._replace(dist_inputs=np.full(shape, np.nan, np.float32))
+    given, expected = jax.tree.structure(steps), jax.tree.structure(stored)
+    if str(given) != str(expected):
+        raise ValueError(f"rollout is {given}; the replay stores {expected}.")
+    for x, y in zip(jax.tree.leaves(steps), jax.tree.leaves(stored), strict=True):
         if x.shape[1:] != y.shape[1:]:
             raise ValueError(
                 f"rollout has rows of shape {x.shape[1:]} where the replay stores {y.shape[1:]}."
             )
+    return steps
 
 
-def _follows(replay: Replay, rollout: Rollout) -> bool:
-    pairs = zip(
-        jax.tree.leaves(rollout.steps.observation),
-        jax.tree.leaves(replay.steps.observation),
-        strict=True,
-    )
+def _follows(replay: Replay, observation: PyTree) -> bool:
+    """Whether the open row's observation is the first of ``observation [T, B, ..]``."""
+    pairs = zip(jax.tree.leaves(observation), jax.tree.leaves(replay.steps.observation), strict=True)
     return all(np.array_equal(x[0], stored[replay.insert]) for x, stored in pairs)
+
+
+def _cut(replay: Replay, grow: bool) -> Replay:
+    """Ends all running trajectories; the open row becomes a row with mask 0."""
+    if replay.size:
+        replay = _reserve(replay, 1, grow)
+        observation = jax.tree.map(lambda x: x[replay.insert], replay.steps.observation)
+        replay = _open(replay, 1, observation, 0, replay.epoch[replay.insert])
+    end_running(replay)
+    return replay
 
 
 def _reserve(replay: Replay, length: int, grow: bool) -> Replay:
@@ -408,59 +399,43 @@ def _reserve(replay: Replay, length: int, grow: bool) -> Replay:
     needed = replay.size + length
     if needed <= replay.capacity:
         return replay
-    if not grow:
-        return replay._replace(size=max(0, replay.capacity - length))
-    rows = replay.rows(np.arange(replay.size + 1))
-    extra = bucket(needed) - replay.size
-
-    def larger(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([x[rows], np.zeros((extra, *x.shape[1:]), x.dtype)])
-
-    return replay._replace(
-        steps=jax.tree.map(larger, replay.steps),
-        trajectory_id=larger(replay.trajectory_id),
-        epoch=larger(replay.epoch),
-        insert=replay.size,
-    )
+    if grow:
+        return from_rows(to_rows(replay), bucket(needed))
+    return replay._replace(size=replay.capacity - length)
 
 
-def _set(stored: np.ndarray, rows: Any, values: Any) -> None:
-    stored[rows] = values
+def _open(replay: Replay, length: int, observation: PyTree, position: Any, epoch: int) -> Replay:
+    """Moves the open row on by ``length`` rows."""
+    row = (replay.insert + length) % len(replay.epoch)
+    _write(replay.steps, row, jax.tree.map(lambda x: 0, replay.steps)._replace(observation=observation))
+    replay.position[row], replay.epoch[row] = position, epoch
+    return replay._replace(insert=row, size=replay.size + length)
 
 
-def _open_row(replay: Replay, observation: PyTree, epoch: int) -> None:
-    jax.tree.map(lambda x: _set(x, replay.insert, 0), replay.steps._replace(observation=None))
-    jax.tree.map(
-        lambda x, last: _set(x, replay.insert, last), replay.steps.observation, observation
-    )
-    replay.trajectory_id[replay.insert] = -1
-    replay.epoch[replay.insert] = epoch
+def _write(stored: PyTree, rows: Any, values: PyTree) -> None:
+    for array, value in zip(jax.tree.leaves(stored), jax.tree.leaves(values), strict=True):
+        array[rows] = value
 
 
-def _discounts(discount_mask: np.ndarray, gamma: float) -> np.ndarray:
-    return np.where(np.asarray(discount_mask) > 0, gamma, 1.0)
+def _discounts(steps: TimeStep, gamma: float, rows: Any = slice(None)) -> np.ndarray:
+    return np.where(steps.env_info.discount_mask[rows] > 0, gamma, 1.0)
 
 
-def _returns(steps: TimeStep, ends: np.ndarray, gamma: float) -> np.ndarray:
+def _returns(steps: TimeStep, goes_on: np.ndarray, gamma: float) -> np.ndarray:
     """f32 ``[T, B]``, G[t] = r[t] + d[t] G[t+1] up to the end of the trajectory or the rollout."""
-    carry = _discounts(steps.env_info.discount_mask, gamma) * ~ends * (steps.mask > 0)
-    reward = np.asarray(steps.reward, np.float64)
-    returns = np.empty_like(reward)
-    following = np.zeros(reward.shape[1])
-    for t in reversed(range(len(reward))):
-        following = returns[t] = reward[t] + carry[t] * following
+    carry = _discounts(steps, gamma) * goes_on
+    returns = np.array(steps.reward, np.float64)
+    for t in reversed(range(len(returns) - 1)):
+        returns[t] += carry[t] * returns[t + 1]
     return returns.astype(np.float32)
 
 
 def _extend_returns(replay: Replay, gamma: float, following: np.ndarray) -> None:
     """Adds the return from the open row on to the rows of the running trajectories."""
-    n_open = np.minimum(replay.n_open, replay.size)
+    n_open = np.minimum(replay.position[replay.insert], replay.size)
     longest = int(n_open.max())
-    if not longest:
-        return
     rows = (replay.insert + np.arange(-longest, 0)) % len(replay.epoch)
-    discounts = _discounts(replay.steps.env_info.discount_mask[rows], gamma)
-    factor = np.cumprod(discounts[::-1], axis=0)[::-1]
+    factor = np.cumprod(_discounts(replay.steps, gamma, rows)[::-1], axis=0)[::-1]
     is_open = np.arange(longest)[:, None] >= longest - n_open
     replay.steps.return_[rows] += np.where(is_open, factor * following, 0.0)
 
@@ -471,69 +446,17 @@ def _wanted(replay: Replay, rows: np.ndarray, epochs: Sequence[int] | None) -> n
     return np.isin(replay.epoch[rows], np.asarray(epochs, np.int32))
 
 
-def _is_same_trajectory(
-    replay: Replay, window: np.ndarray, column: np.ndarray, epochs: Sequence[int] | None
-) -> np.ndarray:
-    """Whether, bool ``[N, W]``, the rows up to each age continue the trajectory of the first."""
-    rows = replay.rows(np.minimum(window, replay.size))
-    columns = column[:, None]
-    ids = replay.trajectory_id[rows, columns]
-    same = (window < replay.size) & (replay.steps.mask[rows, columns] > 0)
-    same &= (ids == ids[:, :1]) & _wanted(replay, rows, epochs)
-    return np.logical_and.accumulate(same, axis=1)
-
-
-def _zeroed(x: np.ndarray, where: np.ndarray) -> np.ndarray:
-    x[where] = 0
-    return x
-
-
-def _draw(
-    rng: np.random.Generator, replay: Replay, n: int, need: int, epochs: Sequence[int] | None
+def _follow(
+    replay: Replay, age: np.ndarray, column: np.ndarray, length: int, epochs: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws starts uniformly: any decisions, of which those that can start a slice are kept.
+    """``(rows i64, same bool)``, both ``[N, length]``: the rows from ``age`` on.
 
-    This costs nothing per stored row. Where few decisions can start a slice, all are listed
-    instead.
+    ``same`` tells whether all rows up to each one are decisions of one trajectory.
     """
-    ages, columns, missing = [], [], n
-    for _ in range(4):
-        age = rng.integers(max(1, replay.size), size=2 * missing)
-        column = rng.integers(replay.num_envs, size=2 * missing)
-        whole = _is_same_trajectory(replay, age[:, None] + np.arange(need), column, epochs)
-        previous = replay.rows(np.maximum(age - 1, 0))
-        here = replay.trajectory_id[replay.rows(age), column]
-        follows = (replay.trajectory_id[previous, column] == here) & (age > 0)
-        follows &= (replay.steps.mask[previous, column] > 0) & _wanted(replay, previous, epochs)
-        keep = np.flatnonzero(whole[:, 0] & (whole[:, -1] | ~follows))[:missing]
-        ages.append(age[keep])
-        columns.append(column[keep])
-        missing -= len(keep)
-        if not missing:
-            return np.concatenate(ages), np.concatenate(columns)
-    age, column = _draw_exact(rng, replay, missing, need, epochs, False)
-    return np.concatenate([*ages, age]), np.concatenate([*columns, column])
-
-
-def _draw_exact(
-    rng: np.random.Generator,
-    replay: Replay,
-    n: int,
-    need: int,
-    epochs: Sequence[int] | None,
-    per_trajectory: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    found = segments(replay, epochs)
-    if not len(found.age):
-        stored = "none" if not replay.size else f"{np.unique(replay.epoch[replay.epoch >= 0])}"
-        raise ValueError(f"no decision is stored in the epochs {epochs}; epochs stored: {stored}.")
-    starts = np.maximum(1, found.length - need + 1)
-    if per_trajectory:
-        chosen = rng.integers(len(starts), size=n)
-        offset = rng.integers(starts[chosen])
-    else:
-        ends = np.cumsum(starts)
-        place = rng.integers(ends[-1], size=n)
-        chosen = np.searchsorted(ends, place, side="right")
-        offset = place - (ends - starts)[chosen]
-    return found.age[chosen] + offset, found.column[chosen]
+    window = age[:, None] + np.arange(length)
+    rows = replay.rows(np.minimum(window, replay.size))
+    place = rows, column[:, None]
+    same = (window >= 0) & (window < replay.size)
+    same &= (replay.steps.mask[place] > 0) & _wanted(replay, rows, epochs)
+    same[:, 1:] &= replay.position[place][:, 1:] > 0
+    return rows, np.logical_and.accumulate(same, axis=1)

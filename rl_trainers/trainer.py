@@ -120,6 +120,8 @@ class RLTrainer:
         self.on_eval = on_eval
         self.observation_space = self._seen_space()
         task.set_n_replay_epochs(n_replay_epochs)
+        if n_interactions_per_epoch is not None and not self.on_policy:
+            task.reserve(n_replay_epochs * (n_interactions_per_epoch // task.env.num_envs))
         self._epoch = 0
         self._wall_s = 0.0
         self._avg_returns: list[float] = []
@@ -329,7 +331,7 @@ class RLTrainer:
             "n_trajectories": len(episodes.returns),
             "collect_s": collected - start,
             "train_s": trained - collected,
-            "compilations": metrics.compilations().count,
+            "compilations": metrics.compilations().programs,
             "compile_s": metrics.compilations().seconds,
             **evaluation,
             **loss_metrics,

@@ -17,6 +17,7 @@ LAYERS = [
     {"types"},
     {"distributions", "advantages", "losses", "models", "optimizers"},
     {"rollout", "supervised", "replay", "envs", "checkpoint", "metrics"},
+    {"trajectory"},
     {"task"},
     {"trainer", "policy_trainer", "value_trainer", "actor_critic", "joint"},
     {"drivers"},

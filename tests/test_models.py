@@ -17,6 +17,7 @@ KEY = jax.random.PRNGKey(0)
 BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 BODY = functools.partial(MLP, layer_widths=(8,))
 TWO = create_distribution(spaces.Discrete(2))
+build = functools.partial(models.build, part="policy")
 
 
 class Seen(nn.Module):
@@ -28,7 +29,7 @@ class Seen(nn.Module):
 
 
 def seen(space, observation):
-    model = models.build(Seen(), space)
+    model = build(Seen(), space)
     params, model_state = model.init(KEY, observation)
     return jax.tree.map(np.asarray, model.apply(params, model_state, observation))
 
@@ -101,7 +102,7 @@ NESTED = spaces.Dict(x=spaces.Box(-1, 1, (2, 2), np.float32), y=spaces.Discrete(
 )
 @pytest.mark.parametrize("leading", [(), (5,), (4, 5), (2, 3, 4)])
 def test_any_leading_axes(space, leading):
-    model = models.build(functools.partial(PolicyAndValue, body=BODY), space, policy_distribution=TWO)
+    model = build(functools.partial(PolicyAndValue, body=BODY), space, policy_distribution=TWO)
     one = jax.tree.map(np.asarray, space.sample())
     observation = jax.tree.map(lambda x: np.broadcast_to(x, (*leading, *x.shape)), one)
     params, model_state = model.init(KEY, observation)
@@ -115,7 +116,7 @@ def test_any_leading_axes(space, leading):
 
 
 def test_leading_axes_are_not_mixed_up():
-    model = models.build(functools.partial(Value, body=None), BOX)
+    model = build(functools.partial(Value, body=None), BOX)
     observation = np.arange(2 * 4 * 3, dtype=np.float32).reshape(2, 4, 3)
     params, model_state = model.init(KEY, observation)
     head = params["value"]["head"]
@@ -168,9 +169,7 @@ def test_default_suits_the_observations():
 def joint_and_not():
     made = {}
     for joint in (True, False):
-        model = models.build(
-            functools.partial(PolicyAndValue, body=BODY, joint=joint), BOX, policy_distribution=TWO
-        )
+        model = build(functools.partial(PolicyAndValue, body=BODY, joint=joint), BOX, policy_distribution=TWO)
         made[joint] = model.init(KEY, np.zeros((1, 3), np.float32))[0]
     return made
 
@@ -188,14 +187,14 @@ def test_joint_has_one_body_and_not_joint_two(joint_and_not):
 
 @pytest.mark.parametrize("network, name, shape", [(Policy, "policy", (5, 2)), (Value, "value", (5,))])
 def test_single_networks(network, name, shape):
-    model = models.build(functools.partial(network, body=BODY), BOX, policy_distribution=TWO, mode="train")
+    model = build(functools.partial(network, body=BODY), BOX, policy_distribution=TWO, mode="train")
     params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
     assert set(params) == {name} and not model_state
     assert model.apply(params, model_state, np.ones((5, 3), np.float32)).shape == shape
 
 
 def test_a_policy_without_body_is_its_head():
-    model = models.build(functools.partial(Policy, body=None), BOX, policy_distribution=TWO)
+    model = build(functools.partial(Policy, body=None), BOX, policy_distribution=TWO)
     params, _ = model.init(KEY, np.zeros((1, 3), np.float32))
     assert n_numbers(params) == 3 * 2 + 2
 
@@ -204,14 +203,14 @@ def test_a_policy_without_body_is_its_head():
 def test_head_init_range_bounds_the_policy_head(network):
     body = functools.partial(MLP, layer_widths=(64,))
     factory = functools.partial(network, body=body, head_init_range=0.003)
-    params, _ = models.build(factory, BOX, policy_distribution=TWO).init(KEY, np.zeros((1, 3), np.float32))
+    params, _ = build(factory, BOX, policy_distribution=TWO).init(KEY, np.zeros((1, 3), np.float32))
     weights = np.abs(params["policy"]["head"]["kernel"])
     assert weights.max() <= 0.003
     assert weights.max() > 0.002  # 128 uniform draws
 
 
 def test_policies_start_almost_uniform():
-    model = models.build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
+    model = build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
     params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
     dist_inputs, value = model.apply(params, model_state, np.ones((1, 3), np.float32))
     assert np.abs(dist_inputs).max() < 0.1 < np.abs(value).max()
@@ -221,7 +220,7 @@ def test_policies_start_almost_uniform():
 
 
 def normalizer(**kwargs):
-    model = models.build(Normalize(**kwargs), BOX)
+    model = build(Normalize(**kwargs), BOX)
     return (model, *model.init(KEY, np.zeros((1, 3), np.float32)))
 
 
@@ -241,7 +240,7 @@ def test_statistics_of_ten_batches_are_those_of_all_rows():
     np.testing.assert_allclose(got["mean"], rows.mean(0), rtol=1e-4)
     np.testing.assert_allclose(got["variance"], rows.var(0), rtol=1e-4)
     # Applied: (x - mean) / (std + epsilon), with another epsilon to see it.
-    model = models.build(Normalize(epsilon=1.0), BOX)
+    model = build(Normalize(epsilon=1.0), BOX)
     x = rows[:1].astype(np.float32)
     by_hand = (x - rows.mean(0)) / (rows.std(0) + 1.0)
     np.testing.assert_allclose(model.apply(params, state, x), by_hand, rtol=1e-3, atol=1e-4)
@@ -286,7 +285,7 @@ def test_the_sample_limit_stops_the_statistics():
 
 def test_apply_gathers_nothing():
     factory = functools.partial(PolicyAndValue, body=BODY, normalizer=Normalize)
-    model = models.build(factory, BOX, policy_distribution=TWO)
+    model = build(factory, BOX, policy_distribution=TWO)
     params, state = model.init(KEY, np.full((4, 3), 7.0, np.float32))
     assert float(state["model_state"]["normalize"]["count"]) == 0
     output = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
@@ -294,7 +293,7 @@ def test_apply_gathers_nothing():
     state = model.gather(params, state, np.full((4, 3), 7.0, np.float32), np.ones(4, np.float32))
     assert float(state["model_state"]["normalize"]["count"]) == 4
     # All rows equal the mean, so the network sees zeros.
-    zero = models.build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
+    zero = build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
     expected = zero.apply(params, {}, np.zeros((4, 3), np.float32))
     got = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
     for x, y in zip(got, expected, strict=True):
@@ -303,7 +302,7 @@ def test_apply_gathers_nothing():
 
 def test_no_gradient_flows_into_the_statistics():
     factory = functools.partial(Value, body=BODY, normalizer=Normalize)
-    params, state = models.build(factory, BOX).init(KEY, np.zeros((1, 3), np.float32))
+    params, state = build(factory, BOX).init(KEY, np.zeros((1, 3), np.float32))
     assert set(params) == {"value"}
     assert set(state) == {"model_state"}
 
@@ -321,11 +320,25 @@ class Mine(nn.Module):
 
 def test_a_module_of_ones_own_by_factory_or_itself():
     for factory in (Mine, Mine(), lambda: Mine(), lambda **kwargs: Mine()):
-        model = models.build(factory, BOX, policy_distribution=TWO, mode="train")
+        model = build(factory, BOX, policy_distribution=TWO, mode="train")
         params, model_state = model.init(KEY, np.zeros((1, 3), np.float32))
         assert model.apply(params, model_state, np.zeros((4, 5, 3), np.float32)).shape == (4, 5, 2)
         gathered = model.gather(params, model_state, np.zeros((4, 5, 3), np.float32), np.ones((4, 5)))
         assert jax.tree.leaves(gathered) == []
+
+
+def test_parameters_of_other_networks_go_under_the_part():
+    model = models.build(Mine, BOX, "value")
+    x = np.ones((4, 3), np.float32)
+    params, model_state = model.init(KEY, x)
+    assert set(params) == {"value"} and set(params["value"]) == {"dense"}
+    kernel = params["value"]["dense"]["kernel"]
+    np.testing.assert_allclose(model.apply(params, model_state, x), x @ kernel, rtol=1e-5)
+    # Parameters need not be a dict at all.
+    pair = models.build(lambda: (lambda key, x: jnp.ones(3), lambda w, x: x @ w), BOX, "value")
+    params, model_state = pair.init(KEY, x)
+    np.testing.assert_array_equal(params["value"], np.ones(3))
+    np.testing.assert_allclose(pair.apply(params, model_state, x), np.full(4, 3.0))
 
 
 def test_a_pair_of_functions():
@@ -335,7 +348,7 @@ def test_a_pair_of_functions():
     def apply(params, x):
         return x @ params["policy"]["w"]
 
-    model = models.build(lambda: (init, apply), spaces.Discrete(3))
+    model = build(lambda: (init, apply), spaces.Discrete(3))
     params, model_state = model.init(KEY, np.zeros(1, np.int32))
     assert model_state == {}
     got = model.apply(params, model_state, np.zeros((4, 5), np.int32))
@@ -344,8 +357,8 @@ def test_a_pair_of_functions():
 
 def test_a_model_passes_through_untouched():
     model = models.Model(lambda key, x: ({}, {}), lambda p, s, x: x, lambda p, s, x, m: s)
-    assert models.build(model, BOX) is model
-    assert models.build(lambda: model, BOX) is model
+    assert build(model, BOX) is model
+    assert build(lambda: model, BOX) is model
 
 
 def test_factories_get_only_the_arguments_that_they_take():
@@ -355,10 +368,10 @@ def test_factories_get_only_the_arguments_that_they_take():
         got.update(mode=mode, policy_distribution=policy_distribution)
         return Mine()
 
-    models.build(factory, BOX, policy_distribution=TWO, mode="train", other=3)
+    build(factory, BOX, policy_distribution=TWO, mode="train", other=3)
     assert got == {"mode": "train", "policy_distribution": TWO}
 
 
 def test_other_things_are_refused():
     with pytest.raises(TypeError, match=r"returned a int; it should return a flax.linen module, a pair"):
-        models.build(lambda: 3, BOX)
+        build(lambda: 3, BOX)

@@ -332,7 +332,7 @@ def test_a_million_steps_are_sampled_within_5_ms():
     # Written directly: adding computes returns row by row.
     replay.steps.mask[:-1] = 1.0
     replay.steps.terminated[:-1] = steps.terminated
-    replay.trajectory_id[:-1, 0] = np.arange(len(steps.mask)) // 200
+    replay.position[:-1, 0] = np.arange(len(steps.mask)) % 200
     replay.epoch[:-1] = 0
     replay = replay._replace(size=len(steps.mask), insert=len(steps.mask))
     rng = np.random.default_rng(0)
@@ -346,7 +346,7 @@ def test_a_million_steps_are_sampled_within_5_ms():
 
 
 def nbytes(replay):
-    arrays = jax.tree.leaves((replay.steps, replay.trajectory_id, replay.epoch))
+    arrays = jax.tree.leaves((replay.steps, replay.position, replay.epoch))
     return sum(x.nbytes for x in arrays)
 
 

@@ -118,6 +118,25 @@ def _start_of(env):
     return host, still, initial_actor(host.reset(0), 1, np.zeros(2, np.uint32))
 
 
+class Generous:
+    """Ends an episode in every second step, and pays 7 in every step, reset rows included."""
+
+    num_envs = 1
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        ended = np.array([self.steps % 3 == 2])
+        return np.zeros((1, 1), np.float32), np.full(1, 7.0, np.float32), ended, np.zeros(1, bool), {}
+
+
+def test_whatever_a_reset_row_pays_counts_for_nothing():
+    actor = initial_actor(np.zeros((1, 1), np.float32), 1, np.zeros(2, np.uint32))
+    _, data, episodes = unroll_host(Generous(), still, actor, 6)
+    np.testing.assert_array_equal(data.steps.reward[:, 0], [7, 7, 0, 7, 7, 0])
+    np.testing.assert_array_equal(episodes.returns, [14, 14])
+
+
 def test_stop_ends_the_unroll_early():
     env, actor = begin(3, num_envs=2)
     calls = []

@@ -119,6 +119,7 @@ def test_evaluation_and_another_trainer_change_nothing(ran):
     np.random.seed(77)
     for _ in range(3):
         evaluated.run(1)
+        evaluated.policy(np.zeros(4, np.float32))
         other.run(1)
         np.random.random(3)
     assert_equal(copied(evaluated.state), ran.state)
