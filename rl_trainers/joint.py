@@ -161,7 +161,7 @@ class ActorCriticJointTrainer(RLTrainer):
             "value_loss": jnp.square(value - batch.value_target),
             "explained_variance": losses.explained_variance(value, batch.value_target, mask),
             "log_probs_mean": log_prob,
-            "preferred_move": preferred_move(self._distribution.mode(dist_inputs), mask),
+            "preferred_move": losses.preferred_move(self._distribution.mode(dist_inputs), mask),
         }
         return loss, losses.masked_means({**common, **metrics}, mask)
 
@@ -171,19 +171,9 @@ class ActorCriticJointTrainer(RLTrainer):
             return train_steps_per_epoch
         if self.n_interactions_per_epoch is None:
             return 500
-        rows = self.n_interactions_per_epoch // self.max_slice_length
+        envs = self.task.env.num_envs
+        rows = -(-(self.n_interactions_per_epoch // envs) // self.max_slice_length) * envs
         return self.default_passes * -(-rows // (batch_size or rows))
-
-
-def preferred_move(mode: PyTree, mask: jax.Array) -> jax.Array:
-    """The greedy action, averaged over its dimensions, f32 ``[N, L]``.
-
-    Args:
-        mode: ``[N, L, *act]``.
-        mask: f32 ``[N, L]``.
-    """
-    leaves = [x.reshape(*mask.shape, -1).astype(jnp.float32) for x in jax.tree.leaves(mode)]
-    return jnp.concatenate(leaves, -1).mean(-1)
 
 
 @gin.configurable(module="rl_trainers", denylist=["task", "output_dir"])

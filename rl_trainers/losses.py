@@ -12,6 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rl_trainers.types import PyTree
+
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Mean of ``x`` where ``mask`` is 1; 0 if it is 1 nowhere."""
@@ -139,3 +141,14 @@ def weight_metrics(weights: jax.Array, mask: jax.Array, w_max: float | jax.Array
         "awr_weight_max": jnp.max(jnp.where(mask > 0, weights, 0.0)),
         "awr_weight_clipped": masked_mean((weights >= w_max).astype(jnp.float32), mask),
     }
+
+
+def preferred_move(mode: PyTree, mask: jax.Array) -> jax.Array:
+    """The greedy action, averaged over its dimensions, f32 ``[N, L]``.
+
+    Args:
+        mode: ``[N, L, *act]``.
+        mask: f32 ``[N, L]``.
+    """
+    leaves = [x.reshape(*mask.shape, -1).astype(jnp.float32) for x in jax.tree.leaves(mode)]
+    return jnp.concatenate(leaves, -1).mean(-1)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl_trainers import advantages, losses, models
-from rl_trainers.joint import preferred_move
 from rl_trainers.supervised import Trainer
 from rl_trainers.task import RLTask
 from rl_trainers.trainer import RLTrainer
@@ -125,7 +124,7 @@ class PolicyTrainer(RLTrainer):
             "advantage_mean": batch.advantage,
             "advantage_std": losses.masked_std(batch.advantage, mask),
             "log_probs_mean": dist.log_prob(dist_inputs, batch.action),
-            "preferred_move": preferred_move(dist.mode(dist_inputs), mask),
+            "preferred_move": losses.preferred_move(dist.mode(dist_inputs), mask),
         }
 
     def policy_batches_stream(self) -> Iterator[Batch]:

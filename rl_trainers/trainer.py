@@ -140,14 +140,19 @@ class RLTrainer:
         return hook(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
 
     def _see_rollout(self, data: Rollout) -> Rollout:
-        steps = data.steps._replace(observation=self._see(data.steps.observation))
-        return data._replace(steps=steps, last_observation=self._see(data.last_observation))
+        hook = self.task.timestep_to_np
+        if hook is None:
+            return data
+        return data._replace(
+            steps=hook(data.steps), last_observation=self._see(data.last_observation)
+        )
 
     def _seen_space(self) -> gym.Space:
-        if self.task.timestep_to_np is None:
+        observation = self.task.actor.observation
+        seen = self._see(observation)
+        if jax.tree.map(_kind, seen) == jax.tree.map(_kind, observation):
             return self.task.observation_space
-        seen = np.asarray(self._see(self.task.actor.observation))
-        return gym.spaces.Box(-np.inf, np.inf, seen.shape[1:], seen.dtype.type)
+        return _space_of(seen)
 
     # What subclasses supply; traced.
 
@@ -166,7 +171,7 @@ class RLTrainer:
     # The compiled functions.
 
     def learn(self, state: TrainState, data: Rollout, hparams: dict) -> tuple[TrainState, dict]:
-        """One epoch's training: every supervised trainer in turn, then the models' statistics.
+        """One epoch's training: every supervised trainer in turn.
 
         Args:
             state: consumed.
@@ -181,7 +186,7 @@ class RLTrainer:
             rows, valid = self._rows(state, data, hparams)
             state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
             metrics.update(trainer_metrics)
-        return state._replace(model_state=self.gather(state, data)), metrics
+        return state, metrics
 
     def learn_batches(
         self, state: TrainState, batches: list[Batch], hparams: dict
@@ -191,7 +196,8 @@ class RLTrainer:
         for trainer, stacked in zip(self._trainers, batches, strict=True):
             state, trainer_metrics = trainer.fit_batches(state, stacked, hparams)
             metrics.update(trainer_metrics)
-        return state, metrics
+        # The streams drew with what follows from this key; the next epoch's shall draw anew.
+        return state._replace(key=jax.random.split(state.key)[0]), metrics
 
     def _inputs(self, base: type, stream: str) -> Inputs | None:
         """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""
@@ -247,6 +253,7 @@ class RLTrainer:
         self._act = act
         self._dist_inputs = jax.jit(self.policy_apply)
         self._learn = jax.jit(self.learn, donate_argnums=0)
+        self._gather = jax.jit(self.gather)
         self._learn_batches = jax.jit(self.learn_batches, donate_argnums=0)
         self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
@@ -292,7 +299,7 @@ class RLTrainer:
         last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
         saved_s = time.monotonic()
         self._stopped = False
-        display = metrics.Progress(last) if progress else None
+        display = metrics.Progress(last) if progress and self._epoch < last else None
         try:
             while self._epoch < last and not self._stopped:
                 record = self._run_epoch()
@@ -310,9 +317,11 @@ class RLTrainer:
 
     def _run_epoch(self) -> dict[str, float]:
         start = time.perf_counter()
-        data, episodes = self._collect()
+        data, fresh, episodes = self._collect()
         collected = time.perf_counter()
         loss_metrics = self.train_epoch(data)
+        if fresh is not None and jax.tree.leaves(self.state.model_state):
+            self.state = self.state._replace(model_state=self._gather(self.state, fresh))
         trained = time.perf_counter()
         self._epoch += 1
         self._recent.extend(episodes.returns)
@@ -340,11 +349,17 @@ class RLTrainer:
             self._writer.write(record)
         return record
 
-    def _collect(self) -> tuple[Rollout, rollout.Episodes]:
-        """Steps the environments with the current policy and stores what happened."""
+    def _collect(self) -> tuple[Rollout, Rollout | None, rollout.Episodes]:
+        """Steps the environments with the current policy and stores what happened.
+
+        Returns:
+            ``(data, fresh, episodes)``: what to train on, and what the models' statistics have not taken
+            in yet.
+        """
         if self.only_eval:
-            n_episodes = self.n_trajectories_per_epoch or 1
-            return self._stored(), self.evaluate(n_episodes, temperature=1.0)
+            data = self._stored()
+            episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
+            return data, None if self._epoch else data, episodes
         act = self._actor(self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
@@ -363,7 +378,10 @@ class RLTrainer:
             for x in (seen, data)
         )
         self.task.add(data, self._epoch + 1)
-        return (seen if self.on_policy else self._stored()), episodes
+        if self.on_policy:
+            return seen, seen, episodes
+        stored = self._stored()
+        return stored, seen if self._epoch else stored, episodes
 
     def _stored(self) -> Rollout:
         """The replay as models see it, host arrays ``[T, B]``."""
@@ -462,11 +480,13 @@ class RLTrainer:
             "recent": np.asarray(self._recent, np.float64),
             **{f"eval_returns/{k}": np.asarray(v) for k, v in self._eval_returns.items()},
         }
-        return {"train": self.state, "task": self.task.state_dict(), "loop": loop}
+        # Copies, since the next epoch consumes the buffers of the state.
+        train = jax.tree.map(np.array, self.state)
+        return {"train": train, "task": self.task.state_dict(), "loop": loop}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned."""
-        self.state = jax.tree.map(jnp.asarray, tree["train"])
+        self.state = jax.tree.map(jnp.array, tree["train"])
         self.task.load_state_dict(tree["task"])
         loop = tree["loop"]
         self._epoch = int(loop["epoch"])
@@ -540,6 +560,24 @@ def to_rows(batch: Batch, length: int) -> Batch:
         return x.reshape(-1, length, *x.shape[3:])
 
     return jax.tree.map(cut, batch)
+
+
+def _kind(x: Any) -> tuple:
+    return np.shape(x)[1:], np.asarray(x).dtype
+
+
+def _space_of(observation: PyTree) -> gym.Space:
+    """The space of observations ``[B, *obs]`` that only an example of is known."""
+    if isinstance(observation, dict):
+        return gym.spaces.Dict({name: _space_of(x) for name, x in observation.items()})
+    if isinstance(observation, tuple):
+        return gym.spaces.Tuple([_space_of(x) for x in observation])
+    shape, dtype = _kind(observation)
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+    low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
+    if dtype.kind == "b":
+        low, high = False, True
+    return gym.spaces.Box(low, high, shape, dtype.type)
 
 
 def _mean(values: Any) -> float:
