@@ -228,7 +228,7 @@ class TestFirstUpdate:
     """Before any parameter changes the policy is the one that acted."""
 
     def ratios(self, trainer):
-        data, _ = trainer._collect()
+        data, *_ = trainer._collect()
         state, steps, dist = trainer.state, data.steps, trainer.task.distribution
         now = trainer.policy_apply(state.params, state.model_state, steps.observation)
         ratio = losses.probability_ratio(
@@ -389,7 +389,7 @@ def test_spaces(name):
 @pytest.mark.parametrize("cls", ALL)
 def test_ignored_actions_have_no_gradient(cls):
     trainer = trainer_of(cls, Ignoring, **fast(cls, optimizer=optimizers.SGD, train_steps_per_epoch=4))
-    data, _ = trainer._collect()
+    data, *_ = trainer._collect()
     steps = data.steps
     ignored = np.asarray(steps.mask * steps.env_info.control_mask) == 0
     assert ignored.sum() > steps.mask.size / 3
@@ -502,7 +502,7 @@ def test_awr_trains_on_the_newest_epochs_only():
     settings = fast(AWRJoint, n_replay_epochs=2, n_interactions_per_epoch=40, train_steps_per_epoch=2)
     trainer = trainer_of(AWRJoint, env, **settings)
     for n_epochs in (1, 2, 2, 2):
-        data, _ = trainer._collect()
+        data, *_ = trainer._collect()
         assert np.asarray(data.steps.mask).sum() == n_epochs * 32
         trainer._epoch += 1
 

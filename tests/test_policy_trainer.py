@@ -91,7 +91,7 @@ def test_one_step_of_reinforce_by_hand(normalize):
         n_trajectories_per_epoch=16,
         advantage_normalization=normalize,
     )
-    data, _ = trainer._collect()
+    data, *_ = trainer._collect()
     mask = np.asarray(data.steps.mask) > 0
     actions, rewards = np.asarray(data.steps.action)[mask], np.asarray(data.steps.reward)[mask]
     assert len(actions) == 16 and set(actions) == {0, 1}
