@@ -72,34 +72,6 @@ def initial_actor(observation, num_envs: int, key, policy_state: PyTree = ()) ->
     )
 
 
-class _Rows:
-    """Preallocated ``[T, B, ..]`` host arrays that an unroll writes row by row."""
-
-    def __init__(self, length: int, num_envs: int):
-        self.reward = np.zeros((length, num_envs), np.float32)
-        self.terminated = np.zeros((length, num_envs), bool)
-        self.truncated = np.zeros((length, num_envs), bool)
-        self.trees: dict[str, PyTree] = {}
-        self._leaves: dict[str, list[np.ndarray]] = {}
-        self._length = length
-
-    def write(self, name: str, t: int, tree: PyTree) -> None:
-        if name not in self._leaves:
-            self.trees[name] = jax.tree.map(
-                lambda x: np.zeros((self._length, *np.shape(x)), np.asarray(x).dtype), tree
-            )
-            self._leaves[name] = jax.tree.leaves(self.trees[name])
-        buffers = self._leaves[name]
-        leaves = (tree,) if isinstance(tree, np.ndarray) else jax.tree.leaves(tree)
-        for buffer, leaf in zip(buffers, leaves, strict=True):
-            buffer[t] = leaf
-
-    def cut(self, length: int) -> None:
-        self.reward, self.terminated = self.reward[:length], self.terminated[:length]
-        self.truncated = self.truncated[:length]
-        self.trees = jax.tree.map(lambda x: x[:length], self.trees)
-
-
 def unroll_host(
     env,
     act: Act,
@@ -111,7 +83,7 @@ def unroll_host(
     """Steps host environments ``unroll_length`` times.
 
     Args:
-        env: a :class:`rl_trainers.envs.host.HostEnv`.
+        env: a :class:`rl_trainers.envs.HostEnv`; the arrays it returns are kept, so they must be new ones.
         act: chooses the actions, see :data:`Act`.
         actor: where the environments stand.
         unroll_length: ``T``, vector steps to take; reset rows count.
@@ -123,27 +95,19 @@ def unroll_host(
         ``(actor, rollout, episodes)``: where the environments stand now, the facts ``[T, B]`` as host
         arrays (``dist_inputs`` is ``None`` if ``act`` gave none), and the episodes that ended.
     """
-    rows = _Rows(unroll_length, env.num_envs)
+    rows, infos = [], []
     observation, policy_state, key = actor.observation, actor.policy_state, actor.key
     needs_reset = actor.needs_reset
-    for t in range(unroll_length):
-        rows.write("observation", t, observation)
+    for _ in range(unroll_length):
         action, dist_inputs, policy_state, key = act(observation, policy_state, needs_reset, key)
         action = _to_host(action)
-        rows.write("action", t, action)
-        if dist_inputs is not None:
-            rows.write("dist_inputs", t, np.asarray(dist_inputs))
-        observation, reward, terminated, truncated, info = env.step(to_env(action))
-        rows.reward[t] = reward
-        rows.terminated[t] = terminated
-        rows.truncated[t] = truncated
-        needs_reset = terminated | truncated
-        if info:
-            _write_env_info(rows, t, info, env.num_envs)
+        following, reward, terminated, truncated, info = env.step(to_env(action))
+        rows.append((observation, action, dist_inputs, reward, terminated, truncated))
+        infos.append(info)
+        observation, needs_reset = following, terminated | truncated
         if stop is not None and stop(needs_reset):
-            rows.cut(t + 1)
             break
-    steps = _to_steps(rows, actor.needs_reset)
+    steps = _to_steps(rows, infos, actor.needs_reset)
     episodes, episode_return, episode_length = account(steps, actor)
     actor = ActorState(
         (), observation, policy_state, needs_reset, key, episode_return, episode_length
@@ -155,31 +119,27 @@ def _to_host(tree: PyTree) -> PyTree:
     return np.asarray(tree) if isinstance(tree, jax.Array) else jax.tree.map(np.asarray, tree)
 
 
-def _write_env_info(rows: _Rows, t: int, info: dict, num_envs: int) -> None:
-    for name in EnvInfo._fields:
-        if name in info:
-            if name not in rows.trees:
-                rows.write(name, 0, np.ones(num_envs, np.float32))
-                rows.trees[name][:] = 1.0
-            rows.write(name, t, np.asarray(info[name], np.float32))
-
-
-def _to_steps(rows: _Rows, needs_reset: np.ndarray) -> TimeStep:
-    mask = np.empty(rows.reward.shape, np.float32)
-    mask[:1] = ~needs_reset
-    mask[1:] = ~(rows.terminated | rows.truncated)[:-1]
-    ones = np.ones((), np.float32)
-    info = [rows.trees.get(name, np.broadcast_to(ones, mask.shape)) for name in EnvInfo._fields]
+def _to_steps(rows: list[tuple], infos: list[dict], needs_reset: np.ndarray) -> TimeStep:
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *rows)
+    observation, action, dist_inputs, reward, terminated, truncated = stacked
+    mask = np.concatenate([~needs_reset[None], ~(terminated | truncated)[:-1]]).astype(np.float32)
     return TimeStep(
-        observation=rows.trees["observation"],
-        action=rows.trees["action"],
-        reward=rows.reward * mask,
-        terminated=rows.terminated,
-        truncated=rows.truncated,
+        observation=observation,
+        action=action,
+        reward=reward * mask,
+        terminated=terminated,
+        truncated=truncated,
         mask=mask,
-        dist_inputs=rows.trees.get("dist_inputs"),
-        env_info=EnvInfo(*info),
+        dist_inputs=dist_inputs,
+        env_info=EnvInfo(*(_env_info(infos, name, mask.shape) for name in EnvInfo._fields)),
     )
+
+
+def _env_info(infos: list[dict], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    ones = np.broadcast_to(np.ones((), np.float32), shape)
+    if not any(name in info for info in infos):
+        return ones
+    return np.stack([np.asarray(info.get(name, ones[0]), np.float32) for info in infos])
 
 
 def account(steps: TimeStep, actor: ActorState) -> tuple[Episodes, np.ndarray, np.ndarray]:

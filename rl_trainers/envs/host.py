@@ -331,7 +331,7 @@ class HostEnv:
         self._ended = np.logical_or(terminated, truncated)
         if info:
             info = _fill_masks(info)
-        return self._convert(observation), reward, np.asarray(terminated), np.asarray(truncated), info
+        return self._convert(observation), reward, np.array(terminated), np.array(truncated), info
 
     def snapshot(self) -> dict[str, np.ndarray] | None:
         """Returns everything that continues the environments exactly in another process.
@@ -385,12 +385,13 @@ class HostEnv:
         self._venv.closed = True
 
     def _convert(self, value: Any, name: str = "observation") -> Any:
-        """Numpy leaves with float64 made float32, and all of them finite."""
+        """New numpy leaves with float64 made float32, and all of them finite."""
         if isinstance(value, dict):
             return {k: self._convert(v, f"{name}[{k!r}]") for k, v in value.items()}
         if isinstance(value, tuple):
             return tuple(self._convert(v, f"{name}[{i}]") for i, v in enumerate(value))
-        value = np.asarray(value)
+        # A vector environment may return the same buffer at every step; what is returned here is kept.
+        value = np.array(value)
         if value.dtype is _F64:
             value = value.astype(np.float32)
         if value.dtype.kind == "f" and not math.isfinite(np.add.reduce(value, None)):

@@ -661,3 +661,38 @@ def test_stepping_through_the_interface_costs_microseconds():
     ours = min(timeit.repeat(lambda: env.step(action), number=2000, repeat=9)) / 2000
     bare = min(timeit.repeat(lambda: env._venv.step(action), number=2000, repeat=9)) / 2000
     assert ours - bare < 6e-6
+
+
+class ReusesItsBuffers(gymnasium.vector.VectorEnv):
+    """Returns the same arrays at every step, with other contents."""
+
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self):
+        self.num_envs = 2
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.single_action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2, 1), np.float32)
+        self.action_space = spaces.MultiDiscrete([2, 2])
+        self.observation = np.zeros((2, 1), np.float32)
+        self.flags = np.zeros((3, 2))
+
+    def reset(self, *, seed=None, options=None):
+        self.observation[:] = 0
+        return self.observation, {}
+
+    def step(self, action):
+        self.observation += 1
+        self.flags[0] += 1
+        truncated = self.flags[1].astype(bool, copy=False)
+        return self.observation, self.flags[0], self.flags[2] > 0, truncated, {}
+
+
+def test_what_a_step_returned_is_not_changed_by_the_next_one():
+    env = host.make_host_env(ReusesItsBuffers())
+    first = env.reset(0)
+    second, reward, *_ = env.step(np.zeros(2, int))
+    env.step(np.zeros(2, int))
+    assert first.tolist() == [[0], [0]]
+    assert second.tolist() == [[1], [1]]
+    assert reward.tolist() == [1, 1]
