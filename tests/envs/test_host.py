@@ -689,7 +689,7 @@ class ReusesItsBuffers(gymnasium.vector.VectorEnv):
 
 
 def test_what_a_step_returned_is_not_changed_by_the_next_one():
-    env = host.make_host_env(ReusesItsBuffers())
+    env = make_host_env(ReusesItsBuffers())
     first = env.reset(0)
     second, reward, *_ = env.step(np.zeros(2, int))
     env.step(np.zeros(2, int))
