@@ -228,10 +228,8 @@ def shuffled(
     """
     n_rows = valid.shape[0]
     count = jnp.maximum(jnp.sum(valid), 1)
-    n_passes = -(-n_steps // -(-n_rows // batch_size))
-    bits = jax.random.bits(key, (n_passes, n_rows), jnp.uint32) >> 1
-    # Invalid rows sort to the end, so a permutation of the valid rows stands in front.
-    order = jnp.argsort(jnp.where(valid, bits, jnp.uint32(2**32 - 1)), axis=-1).astype(jnp.int32)
+    order = permutations(key, valid, -(-n_steps // -(-n_rows // batch_size)))
+    n_passes = order.shape[0]
     per_pass = -(-count // batch_size)
     step = jnp.arange(n_steps)
     part = step % per_pass
@@ -243,6 +241,25 @@ def shuffled(
     # Fewer valid rows make more passes than there are permutations; then they come round again.
     index = order[(step // per_pass % n_passes)[:, None], position]
     return index, (offset < size[:, None]).astype(jnp.float32)
+
+
+def permutations(key: jax.Array, valid: jax.Array, n: int) -> jax.Array:
+    """Random orders of all rows in which the valid ones stand in front, i32 ``[n, R]``.
+
+    Args:
+        key: u32 ``[2]``; consumed.
+        valid: bool ``[R]``.
+        n: how many orders.
+    """
+    n_rows = valid.shape[0]
+    bits = jax.random.bits(key, (n, n_rows), jnp.uint32) >> 1
+    bits = jnp.where(valid, bits, bits | jnp.uint32(1 << 31))
+    width = (n_rows - 1).bit_length()
+    if width > 15:
+        return jnp.argsort(bits, axis=-1).astype(jnp.int32)
+    # Sorting numbers costs a tenth of sorting pairs; 16 random bits or more are left above the row number.
+    tagged = bits >> width << width | jnp.arange(n_rows, dtype=jnp.uint32)
+    return (jnp.sort(tagged, axis=-1, stable=False) & ((1 << width) - 1)).astype(jnp.int32)
 
 
 def eval_weights(n_steps: int, n_evals: int, n_eval_steps: int | None) -> np.ndarray:

@@ -6,6 +6,7 @@ A trainer class is a list of supervised trainers and a :meth:`RLTrainer.make_bat
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -390,7 +391,7 @@ class RLTrainer:
     def _actor(self, temperature: float) -> rollout.Act:
         """The current policy, for :func:`rollout.unroll_host`."""
         params, model_state = self.state.params, self.state.model_state
-        traced = jnp.float32(temperature)  # on the device already: every call is a copy saved
+        traced = _on_device(temperature)
 
         def act(observation, policy_state, needs_reset, key):
             action, key = self._act(params, model_state, self._see(observation), key, traced)
@@ -413,7 +414,7 @@ class RLTrainer:
         else:
             batches = [trainer.draw() for trainer in self._trainers]
             self.state, result = self._learn_batches(self.state, batches, hparams)
-        return {name: float(value) for name, value in jax.device_get(result).items()}
+        return {name: float(value) for name, value in result.items()}
 
     def evaluate(
         self, n_episodes: int = 20, temperature: float = 0.0, max_steps: int | None = None
@@ -578,6 +579,12 @@ def _space_of(observation: PyTree) -> gym.Space:
     if dtype.kind == "b":
         low, high = False, True
     return gym.spaces.Box(low, high, shape, dtype.type)
+
+
+@functools.lru_cache
+def _on_device(x: float) -> jax.Array:
+    """``x`` as f32; given to many calls, it is copied once."""
+    return jnp.float32(x)
 
 
 def _mean(values: Any) -> float:
