@@ -25,17 +25,15 @@ class Inputs(NamedTuple):
 
     Attributes:
         train_stream: ``n_devices -> generator of batches``; the number of devices is 1.
-        eval_stream: the same for evaluation; ``None`` for the training stream.
     """
 
     train_stream: Callable[[int], Iterator]
-    eval_stream: Callable[[int], Iterator] | None = None
 
 
 class Trainer:
     """Trains the subtrees ``trains`` of the parameters on batches.
 
-    All methods but :meth:`draw` and :meth:`learning_rates` are pure functions, to be traced.
+    All methods but :meth:`draw` and :meth:`hparams` are pure functions, to be traced.
     """
 
     def __init__(
@@ -167,19 +165,14 @@ class Trainer:
         """
         key, key_shuffle = jax.random.split(state.key)
         batch_size = min(self.batch_size or valid.shape[0], valid.shape[0])
-        batches = shuffled(key_shuffle, valid, batch_size, self.n_steps)
+        index, keep = shuffled(key_shuffle, valid, batch_size, self.n_steps)
 
-        def step(state, x):
-            (index, keep), rate, weight = x
+        def take(x):
+            index, keep = x
             batch = jax.tree.map(lambda a: a[index], rows)
-            batch = batch._replace(mask=batch.mask * keep[:, None])
-            mine = {**hparams[self.name], "learning_rate": rate}
-            state, metrics = self.update(state, batch, mine, hparams)
-            return state, jax.tree.map(lambda m: m * weight, metrics)
+            return batch._replace(mask=batch.mask * keep[:, None])
 
-        xs = (batches, hparams[self.name]["learning_rate"], jnp.asarray(self._eval_weights))
-        state, metrics = jax.lax.scan(step, state._replace(key=key), xs)
-        return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
+        return self._scan(state._replace(key=key), take, (index, keep), hparams)
 
     def fit_batches(
         self, state: TrainState, batches: Any, hparams: dict
@@ -190,16 +183,25 @@ class Trainer:
             state: consumed.
             batches: records stacked along a leading axis ``[n_steps]``, see :meth:`draw`.
             hparams: numbers for the loss, and this trainer's own under its name.
+
+        Returns:
+            ``(state, metrics)`` as :meth:`fit`.
         """
+        return self._scan(state, lambda batch: batch, batches, hparams)
+
+    def _scan(
+        self, state: TrainState, take: Callable[[Any], Any], xs: Any, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """Takes one optimizer step on ``take(x)`` for each ``x`` of ``xs``."""
+        mine = hparams[self.name]
 
         def step(state, x):
-            batch, rate, weight = x
-            mine = {**hparams[self.name], "learning_rate": rate}
-            state, metrics = self.update(state, batch, mine, hparams)
+            x, rate, weight = x
+            state, metrics = self.update(state, take(x), {**mine, "learning_rate": rate}, hparams)
             return state, jax.tree.map(lambda m: m * weight, metrics)
 
-        xs = (batches, hparams[self.name]["learning_rate"], jnp.asarray(self._eval_weights))
-        state, metrics = jax.lax.scan(step, state, xs)
+        steps = (xs, mine["learning_rate"], jnp.asarray(self._eval_weights))
+        state, metrics = jax.lax.scan(step, state, steps)
         return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
 
     def draw(self) -> Any:
