@@ -30,9 +30,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VERSIONS) | $(BIN)/python
+	@echo "installing into $(VENV), about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VERSIONS) | $(BIN)/python
+	@echo "installing into $(VENV), about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(TEST_EXTRAS)]'
 	touch $@ $(VENV)/.installed

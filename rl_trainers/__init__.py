@@ -29,6 +29,7 @@ def _configure_jax() -> None:
 _configure_jax()
 
 from rl_trainers import advantages, losses, models, optimizers  # noqa: E402
+from rl_trainers.actor_critic import A2C, AWR, PPO, ActorCriticTrainer  # noqa: E402
 from rl_trainers.distributions import create_distribution  # noqa: E402
 from rl_trainers.joint import (  # noqa: E402
     A2CJoint,
@@ -46,11 +47,15 @@ from rl_trainers.task import RLTask  # noqa: E402
 from rl_trainers.trainer import RLTrainer  # noqa: E402
 
 __all__ = [
+    "A2C",
+    "AWR",
     "A2CJoint",
     "AWRJoint",
     "ActorCriticJointTrainer",
+    "ActorCriticTrainer",
     "ExamplePolicyTrainer",
     "ExpertIteration",
+    "PPO",
     "PPOJoint",
     "PolicyGradient",
     "PolicyTrainer",

@@ -1,6 +1,6 @@
 """Value targets from rewards and value estimates, with ends of episodes done right.
 
-Every estimator is a factory ``(gamma, ...) -> estimate(steps, values)``, so that a gin file can bind its
+Every estimator is a factory ``(gamma, ...) -> estimate(steps, values, rho)``, so that a gin file can bind its
 settings and a trainer supplies ``gamma``. An advantage is always ``target - value``.
 
 One rule covers terminations, time limits, slices that are cut, reset rows and padding:
@@ -11,6 +11,7 @@ episode.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import chex
@@ -21,8 +22,11 @@ import rlax
 
 from rl_trainers.types import TimeStep
 
-Estimator = Callable[[TimeStep, jax.Array], jax.Array]
-"""``(steps [T, B], values f32 [T + 1, B]) -> value targets f32 [T, B]``."""
+Estimator = Callable[[TimeStep, jax.Array, jax.Array], jax.Array]
+"""``(steps [T, B], values f32 [T + 1, B], rho f32 [T, B]) -> value targets f32 [T, B]``.
+
+``rho`` is the probability of each action under the policy that learns over that under the one that acted.
+"""
 
 
 def discounts(steps: TimeStep, gamma: float) -> jax.Array:
@@ -84,7 +88,7 @@ def td_lambda(gamma: float, lambda_: float = 0.95) -> Estimator:
         gamma: discount factor per step.
         lambda_: 0 gives one-step temporal differences, 1 gives Monte Carlo returns.
     """
-    return lambda steps, values: lambda_returns(steps, values, gamma, lambda_)
+    return lambda steps, values, rho: lambda_returns(steps, values, gamma, lambda_)
 
 
 @gin.configurable(module="rl_trainers.advantages", denylist=["gamma"])
@@ -98,7 +102,7 @@ def gae(gamma: float, lambda_: float = 0.95) -> Estimator:
         gamma: discount factor per step.
         lambda_: mixing parameter in [0, 1].
     """
-    return lambda steps, values: lambda_returns(steps, values, gamma, lambda_)
+    return lambda steps, values, rho: lambda_returns(steps, values, gamma, lambda_)
 
 
 @gin.configurable(module="rl_trainers.advantages", denylist=["gamma"])
@@ -108,4 +112,53 @@ def monte_carlo(gamma: float) -> Estimator:
     Args:
         gamma: discount factor per step.
     """
-    return lambda steps, values: lambda_returns(steps, values, gamma, 1.0)
+    return lambda steps, values, rho: lambda_returns(steps, values, gamma, 1.0)
+
+
+@gin.configurable(module="rl_trainers.advantages", denylist=["gamma", "margin"])
+def td_k(gamma: float, margin: int = 1) -> Estimator:
+    """``margin`` rewards, then the value of what follows; fewer rewards at an end or a cut.
+
+    Sutton and Barto, Reinforcement Learning (2018), eq. 7.9.
+
+    Args:
+        gamma: discount factor per step.
+        margin: rewards before the value, the ``n`` of n-step returns; trainers pass
+            ``added_policy_slice_length``, and 0 means 1.
+    """
+
+    def estimate(steps, values, rho):
+        column = functools.partial(rlax.n_step_bootstrapped_returns, n=max(1, margin))
+        rewards = jnp.asarray(steps.reward, jnp.float32)
+        # Where the trace is cut, the sum stops and the successor's value stands for the rest.
+        inputs = (rewards, discounts(steps, gamma), values[1:], continues(steps))
+        return jax.vmap(lambda r, d, v, c: column(r, d, v, lambda_t=c), 1, 1)(*inputs)
+
+    return estimate
+
+
+@gin.configurable(module="rl_trainers.advantages", denylist=["gamma"])
+def vtrace(
+    gamma: float, lambda_: float = 1.0, clip_rho_threshold: float = 1.0
+) -> Estimator:
+    """Targets for the policy that learns, from data of another one.
+
+    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, eq. 1. With equal policies it is
+    :func:`td_lambda`.
+
+    Args:
+        gamma: discount factor per step.
+        lambda_: mixing parameter in [0, 1].
+        clip_rho_threshold: largest weight of a temporal difference.
+    """
+
+    def estimate(steps, values, rho):
+        rewards = jnp.asarray(steps.reward, jnp.float32)
+        column = functools.partial(
+            rlax.vtrace, clip_rho_threshold=clip_rho_threshold, stop_target_gradients=False
+        )
+        inputs = (values[:-1], values[1:], rewards, discounts(steps, gamma), rho)
+        errors = jax.vmap(column, in_axes=1, out_axes=1)(*inputs, lambda_ * continues(steps))
+        return values[:-1] + errors
+
+    return estimate

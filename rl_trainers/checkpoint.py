@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,11 @@ import numpy as np
 from etils import epath
 
 from rl_trainers.types import PyTree
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 _MAX_REPORTED = 5
 
@@ -106,7 +111,13 @@ def restore(directory: str | os.PathLike[str], target: PyTree = ANY) -> tuple[in
     if not committed:
         return None
     step = max(committed)
-    stored = _read(committed[step])
+    try:
+        stored = _read(committed[step])
+    except Exception as error:
+        raise ValueError(
+            f"The checkpoint {committed[step]} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
+            "remove that folder to continue from the one before it, if there is one."
+        ) from error
     paths, treedef = jax.tree_util.tree_flatten_with_path(target)
     faults: list[str] = []
     leaves = [_fit(_name(path), leaf, stored, faults) for path, leaf in paths]
@@ -118,6 +129,30 @@ def restore(directory: str | os.PathLike[str], target: PyTree = ANY) -> tuple[in
             f"The checkpoint {committed[step]} does not fit this configuration: " + "; ".join(shown)
         )
     return step, jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def lock(directory: str | os.PathLike[str]) -> IO | None:
+    """Claims a run's directory for this process, until the file that is returned is closed.
+
+    Returns:
+        The open lock file; ``None`` where the file system is not local or knows no locks.
+
+    Raises:
+        ValueError: if another process has claimed it.
+    """
+    path = epath.Path(directory) / ".lock"
+    if fcntl is None or "://" in str(directory):
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(
+            f"another process is training into {directory}; wait for it, or give another output_dir"
+        ) from error
+    return file
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:

@@ -7,12 +7,14 @@ do not exist, and bindings that this run would not use, stop it with the nearest
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import inspect
 import json
 import logging
+import os
 import re
-import signal
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +27,9 @@ from etils import epath
 
 import rl_trainers
 from rl_trainers import distributions, metrics, models
+from rl_trainers.trainer import parameters
 
+_log = logging.getLogger(__name__)
 _CONFIG = "config.gin"
 _N_FINAL_EPISODES = 20
 
@@ -39,6 +43,8 @@ for _name in ("adam", "adamw", "rmsprop", "sgd", "lion"):
 _IMPLIED = {
     rl_trainers.ActorCriticJointTrainer: (models.PolicyAndValue,),
     rl_trainers.PolicyTrainer: (models.Policy,),
+    rl_trainers.ActorCriticTrainer: (models.Value,),
+    models.Value: (models.MLP, models.AtariCnn),
     models.PolicyAndValue: (models.MLP, models.AtariCnn),
     models.Policy: (models.MLP, models.AtariCnn),
     rl_trainers.RLTask: (
@@ -72,7 +78,7 @@ def train(
     trainer_ = trainer(_task(), output_dir=output_dir)
     if output_dir is not None:
         _write_config(epath.Path(output_dir), trainer_)
-    with _finish_epoch_on_interrupt(trainer_):
+    with contextlib.suppress(KeyboardInterrupt):
         trainer_.run(n_epochs, n_epochs_is_total_epochs=True, progress=progress)
     return trainer_
 
@@ -128,7 +134,7 @@ def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bo
         if selector == "gin.macro":
             continue
         target = _wrapped(selector)
-        valid = _parameters(target)
+        valid = parameters(target)
         name = selector.rpartition(".")[2]
         for argument in arguments:
             if argument not in valid:
@@ -156,20 +162,6 @@ def _reaches(scope: str, selector: str, used: set[tuple[str, str]]) -> bool:
 
 def _wrapped(selector: str) -> Any:
     return gin.config._REGISTRY[selector].wrapped
-
-
-def _parameters(target: Any) -> list[str]:
-    """Parameters that a function or class takes, those that ``**kwargs`` passes to bases included."""
-    found: dict[str, None] = {}
-    for base in inspect.getmro(target) if inspect.isclass(target) else [target]:
-        function = base.__init__ if inspect.isclass(base) else base
-        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
-        found.update(dict.fromkeys(p.name for p in parameters if p.kind.name.endswith("KEYWORD_ONLY")))
-        found.update(dict.fromkeys(p.name for p in parameters if p.kind.name.endswith("OR_KEYWORD")))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    found.pop("self", None)
-    return list(found)
 
 
 def _used() -> set[tuple[str, str]]:
@@ -232,7 +224,7 @@ def _with_nearest(message: str) -> str:
     parameter = re.search(r"Configurable '(.+?)' doesn't have a parameter named '(.+?)'", message)
     if parameter:
         name, wrong = parameter.groups()
-        valid = _parameters(_wrapped(gin.config._REGISTRY.get_match(name).selector))
+        valid = parameters(_wrapped(gin.config._REGISTRY.get_match(name).selector))
         return f"{name}.{wrong}: {message.strip()}; nearest: {_nearest(wrong, valid)!r}"
     quoted = message.split("'")[1] if message.count("'") >= 2 else ""
     names = [selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()]
@@ -258,29 +250,13 @@ def _write_config(directory: epath.Path, trainer: rl_trainers.RLTrainer) -> None
     path = directory / _CONFIG
     if path.exists():
         old, new = path.read_text().splitlines(), text.splitlines()
-        changes = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] != "@@"]
-        for line in changes[2:]:
-            logging.getLogger(__name__).warning("the configuration has changed: %s", line)
+        changes = list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]
+        for line in changes:
+            if line[:2] != "@@" and not line[1:].startswith("train.n_epochs"):
+                _log.warning("the configuration has changed: %s", line)
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     trainer.write_text("gin_config", text)
-
-
-class _finish_epoch_on_interrupt:
-    """The first Ctrl-C ends the run after the running epoch, with a checkpoint; the second at once."""
-
-    def __init__(self, trainer: rl_trainers.RLTrainer):
-        self._trainer = trainer
-
-    def __enter__(self) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._stop)
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _stop(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-        self._trainer.stop()
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -291,29 +267,48 @@ def _train(arguments: argparse.Namespace) -> int:
         files = [str(config)]
     if arguments.seed is not None:
         bindings += [f"seed = {arguments.seed}", "RLTask.seed = %seed"]
+    if not files and not bindings:
+        raise FileNotFoundError(f"{arguments.output_dir} holds no run yet: give --config_file")
     parse(files, bindings, arguments.allow_unused)
     if arguments.seed is not None:
         trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
         gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)
     trainer = train(arguments.output_dir)
     trainer.save()
-    _report(trainer, arguments.output_dir)
+    n_epochs = _bound("train", "n_epochs", 100)
+    if trainer.current_epoch < n_epochs:
+        print(f"\nstopped after epoch {trainer.current_epoch} of {n_epochs}")
+        print(f"continue         {_command()} train --output_dir {arguments.output_dir}")
+    else:
+        _report(trainer, arguments.output_dir)
     trainer.close()
     return 0
+
+
+def _command() -> str:
+    """How this program was called, in the shortest form that works again."""
+    called = sys.argv[0]
+    if os.path.basename(called) != "rl-trainers":
+        return "python -m rl_trainers.cli"
+    on_path = shutil.which("rl-trainers")
+    if on_path is not None and os.path.samefile(on_path, called):
+        return "rl-trainers"
+    return os.path.relpath(called)
 
 
 def _report(trainer: rl_trainers.RLTrainer, output_dir: str) -> None:
     episodes = trainer.evaluate(_N_FINAL_EPISODES)
     picture = str(epath.Path(output_dir) / "curves.png")
-    metrics.plot_curves([output_dir], picture)
+    key = "avg_return" if trainer.current_epoch < 2 else "recent_return"
+    metrics.plot_curves([output_dir], picture, key)
     print(
         f"\n{_N_FINAL_EPISODES} greedy episodes: return {np.mean(episodes.returns):.1f} "
         f"± {np.std(episodes.returns):.1f}\n"
         f"learning curve   {picture}\n"
-        f"TensorBoard      tensorboard --logdir {output_dir}\n"
+        f"TensorBoard      {output_dir}/rl (pip install tensorboard; tensorboard --logdir {output_dir})\n"
         f"checkpoint       {output_dir}/checkpoints (epoch {trainer.current_epoch})\n"
-        f"evaluate again   rl-trainers eval {output_dir}\n"
-        f"continue         rl-trainers train --output_dir {output_dir} "
+        f"evaluate again   {_command()} eval {output_dir}\n"
+        f"train on         {_command()} train --output_dir {output_dir} "
         f"--config 'train.n_epochs = {2 * trainer.current_epoch}'"
     )
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rl_trainers import advantages, losses, models
 from rl_trainers.supervised import Trainer
 from rl_trainers.task import RLTask
-from rl_trainers.trainer import RLTrainer
+from rl_trainers.trainer import RLTrainer, judge
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
 
 _log = logging.getLogger(__name__)
@@ -107,20 +107,7 @@ class ActorCriticJointTrainer(RLTrainer):
 
     def make_batch(self, state: TrainState, data: Rollout, hparams: dict) -> Batch:
         """Advantages from one pass of the value function over all rows; axes ``[T, B]``."""
-        steps = data.steps
-        observations = jax.tree.map(
-            lambda x, last: jnp.concatenate([x, last[None]]), steps.observation, data.last_observation
-        )
-        _, values = self._model.apply(state.params, state.model_state, observations)
-        target = self._estimator(steps, values)
-        return Batch(
-            observation=steps.observation,
-            action=steps.action,
-            dist_inputs=steps.dist_inputs,
-            advantage=target - values[:-1],
-            value_target=target,
-            mask=steps.mask * steps.env_info.control_mask,
-        )
+        return judge(self._model, self._estimator, self._distribution, state, data)
 
     def gather(self, state: TrainState, data: Rollout) -> PyTree:
         """``model_state`` after taking in the observations of ``data``."""
@@ -315,13 +302,10 @@ class AWRJoint(ActorCriticJointTrainer):
 
     def joint_loss(self, dist_inputs, value, batch, hparams):
         """Weighted log-likelihood + value loss."""
-        mask, w_max = batch.mask, hparams["w_max"]
-        if self.thresholds is None:
-            weights = losses.awr_weights(batch.advantage, hparams["beta"], w_max)
-        else:
-            weights = losses.threshold_weights(batch.advantage, mask, self.thresholds)
+        mask = batch.mask
+        weights = losses.regression_weights(batch.advantage, mask, hparams, self.thresholds)
         log_prob = self._distribution.log_prob(dist_inputs, batch.action)
         value_loss = losses.value_loss(value, batch.value_target, mask)
         loss = losses.policy_gradient(log_prob, weights, mask)
         loss += hparams["value_loss_coeff"] * value_loss
-        return loss, losses.weight_metrics(weights, mask, w_max)
+        return loss, losses.weight_metrics(weights, mask, hparams["w_max"])

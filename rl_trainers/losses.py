@@ -111,6 +111,25 @@ def threshold_weights(
     return weights * mask
 
 
+def regression_weights(
+    advantage: jax.Array,
+    mask: jax.Array,
+    hparams: dict,
+    thresholds: Sequence[tuple[float, float, float]] | None,
+) -> jax.Array:
+    """:func:`threshold_weights` if there are thresholds, else :func:`awr_weights`.
+
+    Args:
+        advantage: A.
+        mask: entries that percentiles are taken over.
+        hparams: ``beta`` and ``w_max``.
+        thresholds: see :func:`threshold_weights`; ``None`` for exponential weights.
+    """
+    if thresholds is None:
+        return awr_weights(advantage, hparams["beta"], hparams["w_max"])
+    return threshold_weights(advantage, mask, thresholds)
+
+
 def approximate_kl(ratio: jax.Array) -> jax.Array:
     """``rho - 1 - log rho``, whose mean estimates KL(pi_old || pi); never negative; f32 ``[N, L]``.
 

@@ -382,6 +382,8 @@ class PolicyAndValue(nn.Module):
         normalizer: factory of a module such as :class:`Normalize`, or ``None``.
         joint: whether both heads stand on one body; if not, each has a body of its own.
         head_init_range: bound of the policy head's initial weights; ``None`` for small ones.
+        value_body: factory of the value network's own body, if it is another one.
+        value_head_init_range: bound of the value head's initial weights; ``None`` for the usual ones.
     """
 
     policy_distribution: Any
@@ -389,16 +391,19 @@ class PolicyAndValue(nn.Module):
     normalizer: Callable | None = None
     joint: bool = True
     head_init_range: float | None = None
+    value_body: Callable | None = None
+    value_head_init_range: float | None = None
 
     def setup(self):
         """Makes the submodules."""
         self.normalize = self.normalizer and call(self.normalizer, mode="train")
-        make = functools.partial(call, self.body, mode="train") if self.body else lambda: None
-        own = (lambda: None) if self.joint else make
-        self.shared = make() if self.joint else None
+        bodies = [self.body] if self.joint else [self.body, self.value_body or self.body]
+        made = [body and call(body, mode="train") for body in bodies]
+        self.shared = made[0] if self.joint else None
+        policy_body, value_body = (None, None) if self.joint else made
         n_inputs = self.policy_distribution.n_inputs
-        self.policy = _head(own(), n_inputs, self.head_init_range, 0.01)
-        self.value = _head(own(), 1, None, 1.0)
+        self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
+        self.value = _head(value_body, 1, self.value_head_init_range, 1.0)
 
     def __call__(self, x, mask=None):
         """``(dist_inputs [R, D], value [R])``."""
@@ -407,11 +412,82 @@ class PolicyAndValue(nn.Module):
         return self.policy(x), self.value(x)[..., 0]
 
 
+def build_pair(
+    policy: Any, value: Any, observation_space: gym.Space, n_shared_layers: int, **kwargs
+) -> Model:
+    """A joint model of a policy and a value network.
+
+    Args:
+        policy: factory of the policy network.
+        value: factory of the value network.
+        observation_space: of one environment.
+        n_shared_layers: how many of the layers normaliser (if there is one), body and head the two share,
+            from below; the shared ones are the policy's.
+        **kwargs: offered to the factories.
+
+    Returns:
+        A :class:`Model` whose output is ``(dist_inputs, value)``.
+
+    Raises:
+        ValueError: if ``n_shared_layers`` is out of range, or positive for networks that are not
+            :class:`Policy` and :class:`Value`.
+    """
+    if n_shared_layers:
+        return build(_shared(policy, value, n_shared_layers, **kwargs), observation_space, "shared")
+    one = build(policy, observation_space, "policy", **kwargs)
+    other = build(value, observation_space, "value", **kwargs)
+
+    def init(key, observation):
+        keys = jax.random.split(key)
+        params, state = one.init(keys[0], observation)
+        value_params, value_state = other.init(keys[1], observation)
+        return {**params, **value_params}, {"policy": state, "value": value_state}
+
+    def both(call, params, model_state, *arguments):
+        return tuple(
+            getattr(model, call)(params, model_state[name], *arguments)
+            for name, model in (("policy", one), ("value", other))
+        )
+
+    def gather(params, model_state, *arguments):
+        states = both("gather", params, model_state, *arguments)
+        return dict(zip(("policy", "value"), states, strict=True))
+
+    return Model(init, functools.partial(both, "apply"), gather)
+
+
+def _shared(policy: Any, value: Any, n_shared_layers: int, **kwargs) -> PolicyAndValue:
+    made = [
+        network if isinstance(network, nn.Module) else call(network, **kwargs)
+        for network in (policy, value)
+    ]
+    if not (isinstance(made[0], Policy) and isinstance(made[1], Value)):
+        raise ValueError(
+            f"n_shared_layers={n_shared_layers} needs networks made by models.Policy and models.Value, and "
+            f"these are {type(made[0]).__name__} and {type(made[1]).__name__}; nearest valid value: 0"
+        )
+    most = 1 + (made[0].normalizer is not None)
+    if not 0 < n_shared_layers <= most:
+        raise ValueError(
+            f"n_shared_layers={n_shared_layers} must lie between 0 and {most}, the policy's layers under "
+            "its head"
+        )
+    return PolicyAndValue(
+        kwargs["policy_distribution"],
+        made[0].body,
+        made[0].normalizer,
+        joint=n_shared_layers == most,
+        head_init_range=made[0].head_init_range,
+        value_body=made[1].body,
+        value_head_init_range=made[1].head_init_range,
+    )
+
+
 def default(network: Callable, observation_space: gym.Space) -> Callable:
     """A factory of ``network`` with a body that suits the observations.
 
     That is :class:`AtariCnn` for images (uint8, three axes, 36 pixels or more a side), else an
-    :class:`MLP` with tanh.
+    :class:`MLP` with tanh; policy and value then have one each, which learns faster where bodies are cheap.
     """
     is_image = (
         isinstance(observation_space, gym.spaces.Box)
@@ -419,5 +495,7 @@ def default(network: Callable, observation_space: gym.Space) -> Callable:
         and len(observation_space.shape) == 3
         and min(observation_space.shape[:2]) >= 36
     )
-    body = AtariCnn if is_image else functools.partial(MLP, activation=nn.tanh)
-    return functools.partial(network, body=body)
+    if is_image:
+        return functools.partial(network, body=AtariCnn)
+    apart = {"joint": False} if network is PolicyAndValue else {}
+    return functools.partial(network, body=functools.partial(MLP, activation=nn.tanh), **apart)

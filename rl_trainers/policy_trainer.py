@@ -64,13 +64,6 @@ class PolicyTrainer(RLTrainer):
             **kwargs,
         )
         self._distribution = task.distribution
-        self._policy_model = models.build(
-            policy_model or models.default(models.Policy, self.observation_space),
-            self.observation_space,
-            "policy",
-            policy_distribution=task.distribution,
-            mode="train",
-        )
         self._policy_trainer = Trainer(
             self._policy_loss,
             policy_optimizer,
@@ -82,6 +75,17 @@ class PolicyTrainer(RLTrainer):
             n_steps=policy_train_steps_per_epoch,
             n_evals=policy_evals_per_epoch,
             n_eval_steps=policy_eval_steps,
+        )
+        self._build(policy_model or models.default(models.Policy, self.observation_space))
+
+    def _build(self, policy_model: Any) -> None:
+        """Makes the models and starts."""
+        self._policy_model = models.build(
+            policy_model,
+            self.observation_space,
+            "policy",
+            policy_distribution=self._distribution,
+            mode="train",
         )
         self._start(self._policy_model.init, [self._policy_trainer])
 

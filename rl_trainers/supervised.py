@@ -6,6 +6,7 @@ This is the only module that takes gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -69,8 +70,11 @@ class Trainer:
             ValueError: if a count is not positive, or there are more evaluations than steps.
         """
         for argument, value in (("batch_size", batch_size), ("train steps per epoch", n_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"{argument}={value} must be at least 1")
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                near = max(1, round(value))
+                raise ValueError(
+                    f"{argument}={value} must be a whole number of at least 1; nearest valid value: {near}"
+                )
         if not 1 <= n_evals <= n_steps:
             raise ValueError(
                 f"evals_per_epoch={n_evals} must lie between 1 and the {n_steps} training steps of an epoch"

@@ -37,6 +37,8 @@ TimeStepBatch = TimeStep
 
 _log = logging.getLogger(__name__)
 
+_MOST_EVAL_STEPS = 100_000
+
 
 @gin.configurable(module="rl_trainers")
 class RLTask:
@@ -224,7 +226,7 @@ class RLTask:
             act: chooses the actions.
             n_episodes: how many.
             max_steps: decisions after which an episode counts as over; it may be larger than the task's.
-                ``None`` means ``time_limit``.
+                ``None`` means ``time_limit``, or 100,000 if there is none.
             seed: of the environments; by default the same in every evaluation.
             key: PRNG key u32 ``[2]`` for ``act``; derived from the seed by default.
             policy_state: initial recurrent state ``[B, ..]``.
@@ -235,7 +237,7 @@ class RLTask:
         """
         _check_at_least(1, n_episodes=n_episodes, max_steps=max_steps)
         env = self.eval_env if env is None else env
-        limit = self.time_limit if max_steps is None else max_steps
+        limit = max_steps or self.time_limit or _MOST_EVAL_STEPS
         seeds = np.random.SeedSequence(self._eval_seed if seed is None else seed)
         key = seeds.generate_state(2) if key is None else key
         env_seeds = seeds.spawn(1)[0].generate_state(-(-n_episodes // env.num_envs))
@@ -254,6 +256,12 @@ class RLTask:
                 runs &= ~done.any(0)
                 self.n_eval_interactions += int(np.count_nonzero(rollout.steps.mask))
                 key = now.key
+        if lengths.max() >= _MOST_EVAL_STEPS and not (max_steps or self.time_limit):
+            _log.warning(
+                "evaluation: an episode was stopped after %d steps, since nothing ended it; time_limit or "
+                "max_steps sets a limit",
+                lengths.max(),
+            )
         return Episodes(returns, lengths)
 
     def collect_trajectories(

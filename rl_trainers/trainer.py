@@ -6,11 +6,16 @@ A trainer class is a list of supervised trainers and a :meth:`RLTrainer.make_bat
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import gymnasium as gym
@@ -19,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl_trainers import checkpoint, metrics, rollout
+from rl_trainers.advantages import Estimator
+from rl_trainers.losses import probability_ratio
+from rl_trainers.models import Model
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, TimeStep, TrainState
@@ -61,6 +69,7 @@ class RLTrainer:
         checkpoint_interval_s: float = 30.0,
         on_epoch: Callable[[dict], None] | None = None,
         on_eval: Callable[[dict], None] | None = None,
+        **unknown,
     ):
         """Configures the loop.
 
@@ -82,10 +91,18 @@ class RLTrainer:
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
             on_epoch: called with the record of each epoch.
             on_eval: called with the record of each evaluation.
+            **unknown: none are known.
 
         Raises:
+            TypeError: for an argument that does not exist; names the nearest that does.
             ValueError: if arguments contradict one another or are out of range.
         """
+        for name in unknown:
+            valid = parameters(type(self))
+            near = difflib.get_close_matches(name, valid, 1, 0.0)[0]
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}; nearest: {near!r}")
+        if not isinstance(task, RLTask):
+            raise TypeError(f"task={task!r} must be an RLTask, such as RLTask({task!r})")
         if n_trajectories_per_epoch is None:
             n_trajectories_per_epoch = collect_per_epoch
         elif collect_per_epoch is not None:
@@ -130,6 +147,8 @@ class RLTrainer:
         self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
         self._saved_epoch = -1
         self._writer: metrics.MetricsWriter | None = None
+        self._lock: Any = None
+        self._stopped = False
 
     # What models see.
 
@@ -171,34 +190,35 @@ class RLTrainer:
 
     # The compiled functions.
 
-    def learn(self, state: TrainState, data: Rollout, hparams: dict) -> tuple[TrainState, dict]:
+    def learn(
+        self,
+        state: TrainState,
+        data: Rollout,
+        hparams: dict,
+        drawn: dict[str, Batch] | None = None,
+    ) -> tuple[TrainState, dict]:
         """One epoch's training: every supervised trainer in turn.
 
         Args:
             state: consumed.
             data: facts ``[T, B]``.
             hparams: see :meth:`hparams`.
+            drawn: stacked batches ``[n_steps, N, L]`` by the name of the trainer that takes them instead,
+                because a subclass overrides its stream.
 
         Returns:
             ``(state, metrics)``, metrics f32 scalars.
         """
         metrics = {}
         for trainer in self._trainers:
-            rows, valid = self._rows(state, data, hparams)
-            state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
+            if drawn and trainer.name in drawn:
+                state, trainer_metrics = trainer.fit_batches(state, drawn[trainer.name], hparams)
+            else:
+                rows, valid = self._rows(state, data, hparams)
+                state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
             metrics.update(trainer_metrics)
-        return state, metrics
-
-    def learn_batches(
-        self, state: TrainState, batches: list[Batch], hparams: dict
-    ) -> tuple[TrainState, dict]:
-        """:meth:`learn` for subclasses that override a stream of batches: one list entry per trainer."""
-        metrics = {}
-        for trainer, stacked in zip(self._trainers, batches, strict=True):
-            state, trainer_metrics = trainer.fit_batches(state, stacked, hparams)
-            metrics.update(trainer_metrics)
-        # The streams drew with what follows from this key; the next epoch's shall draw anew.
-        return state._replace(key=jax.random.split(state.key)[0]), metrics
+        # Streams draw with what follows from this key; the next epoch's shall draw anew.
+        return state._replace(key=jax.random.split(state.key)[0]) if drawn else state, metrics
 
     def _inputs(self, base: type, stream: str) -> Inputs | None:
         """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""
@@ -235,7 +255,8 @@ class RLTrainer:
         """
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
-        example = jax.tree.map(lambda x: np.asarray(x)[:1], self._see(self.task.actor.observation))
+        self._example = jax.tree.map(lambda x: np.asarray(x)[0], self.task.actor.observation)
+        example = self._see(jax.tree.map(lambda x: x[None], self._example))
         # It runs once, so that compiling it is all it costs.
         quickly = {"xla_backend_optimization_level": 0}
         params, model_state = jax.jit(init, compiler_options=quickly)(key_params, example)
@@ -255,7 +276,6 @@ class RLTrainer:
         self._dist_inputs = jax.jit(self.policy_apply)
         self._learn = jax.jit(self.learn, donate_argnums=0)
         self._gather = jax.jit(self.gather)
-        self._learn_batches = jax.jit(self.learn_batches, donate_argnums=0)
         self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
             self._resume(self.output_dir)
@@ -289,7 +309,10 @@ class RLTrainer:
     def run(
         self, n_epochs: int = 1, n_epochs_is_total_epochs: bool = False, progress: bool = False
     ) -> None:
-        """Runs epochs.
+        """Runs epochs, and saves at the end.
+
+        With an ``output_dir`` the first Ctrl-C ends the run after the running epoch, which is saved; the
+        second one ends it at once.
 
         Args:
             n_epochs: how many.
@@ -297,24 +320,36 @@ class RLTrainer:
                 does only the rest.
             progress: show a progress display.
         """
+        if not isinstance(n_epochs, Integral) or n_epochs < 0:
+            raise ValueError(f"n_epochs={n_epochs} must be a whole number of at least 0")
         last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
-        saved_s = time.monotonic()
         self._stopped = False
         display = metrics.Progress(last) if progress and self._epoch < last else None
-        try:
-            while self._epoch < last and not self._stopped:
-                record = self._run_epoch()
+        with _Interrupt(self) as interrupt:
+            try:
+                self._run_epochs(last, display)
+            finally:
                 if display is not None:
-                    display.update(record)
-                if self.on_epoch is not None:
-                    self.on_epoch(record)
-                if time.monotonic() - saved_s > self.checkpoint_interval_s:
-                    self.save()
-                    saved_s = time.monotonic()
-        finally:
+                    display.close()
+            self.save()
+        if interrupt.asked:
+            raise KeyboardInterrupt
+
+    def _run_epochs(self, last: int, display: metrics.Progress | None) -> None:
+        saved_s = time.monotonic()
+        while self._epoch < last and not self._stopped:
+            record = self._run_epoch()
             if display is not None:
-                display.close()
-        self.save()
+                display.update(record)
+            if self.on_epoch is not None:
+                self.on_epoch(record)
+            if time.monotonic() - saved_s > self.checkpoint_interval_s:
+                self.save()
+                saved_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Makes :meth:`run` return after the running epoch."""
+        self._stopped = True
 
     def _run_epoch(self) -> dict[str, float]:
         start = time.perf_counter()
@@ -408,12 +443,8 @@ class RLTrainer:
         Returns:
             The metrics of the supervised trainers.
         """
-        hparams = self.hparams()
-        if all(trainer.inputs is None for trainer in self._trainers):
-            self.state, result = self._learn(self.state, data, hparams)
-        else:
-            batches = [trainer.draw() for trainer in self._trainers]
-            self.state, result = self._learn_batches(self.state, batches, hparams)
+        drawn = {trainer.name: trainer.draw() for trainer in self._trainers if trainer.inputs}
+        self.state, result = self._learn(self.state, data, self.hparams(), drawn)
         return {name: float(value) for name, value in result.items()}
 
     def evaluate(
@@ -463,7 +494,13 @@ class RLTrainer:
         observation = (
             trajectory.last_observation if isinstance(trajectory, Trajectory) else trajectory
         )
-        batch = self._see(jax.tree.map(lambda x: np.asarray(x)[None], observation))
+        observation = jax.tree.map(
+            lambda example, x: np.asarray(x, example.dtype), self._example, observation
+        )
+        shapes = [jax.tree.map(np.shape, tree) for tree in (self._example, observation)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"the observation has the shape {shapes[1]}, expected {shapes[0]}")
+        batch = self._see(jax.tree.map(lambda x: x[None], observation))
         self._policy_key, key_act = jax.random.split(self._policy_key)
         params, model_state = self.state.params, self.state.model_state
         action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
@@ -525,6 +562,7 @@ class RLTrainer:
         return True
 
     def _resume(self, output_dir: str) -> None:
+        self._lock = checkpoint.lock(output_dir)
         checkpoint.remove_leftovers(output_dir)
         if self.restore(output_dir):
             self._saved_epoch = self._epoch
@@ -535,15 +573,86 @@ class RLTrainer:
         if self._writer is not None:
             self._writer.write_text(name, text, self.task.n_interactions())
 
-    def stop(self) -> None:
-        """Makes :meth:`run` return after the running epoch."""
-        self._stopped = True
-
     def close(self) -> None:
         """Closes the environments and the metrics files."""
         self.task.close()
         if self._writer is not None:
             self._writer.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+class _Interrupt:
+    """Lets the first Ctrl-C end a run that has an ``output_dir`` after the running epoch."""
+
+    def __init__(self, trainer: RLTrainer):
+        self.asked = False
+        self._trainer = trainer
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._acts = trainer.output_dir is not None and in_main_thread
+
+    def __enter__(self) -> _Interrupt:
+        if self._acts:
+            self._previous = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._acts:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _ask(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+        self.asked = True
+        self._trainer.stop()
+
+
+def parameters(target: Any) -> list[str]:
+    """Names of the arguments of a function or class, with those that ``**kwargs`` passes on to bases."""
+    found: dict[str, None] = {}
+    for base in inspect.getmro(target) if inspect.isclass(target) else [target]:
+        function = base.__init__ if inspect.isclass(base) else base
+        all_ = inspect.signature(inspect.unwrap(function)).parameters.values()
+        found.update(dict.fromkeys(p.name for p in all_ if "KEYWORD_ONLY" in p.kind.name))
+        found.update(dict.fromkeys(p.name for p in all_ if "OR_KEYWORD" in p.kind.name))
+        if base is RLTrainer or not any(p.kind is p.VAR_KEYWORD for p in all_):
+            break
+    found.pop("self", None)
+    return list(found)
+
+
+def judge(
+    model: Model, estimator: Estimator, distribution: Any, state: TrainState, data: Rollout
+) -> Batch:
+    """Facts with advantages and value targets, from one pass of the networks over all rows.
+
+    Args:
+        model: its output is ``(dist_inputs, value)``.
+        estimator: see :mod:`rl_trainers.advantages`.
+        distribution: of the actions.
+        state: parameters of the model.
+        data: facts ``[T, B]``.
+
+    Returns:
+        A batch with axes ``[T, B]``.
+    """
+    steps = data.steps
+    observations = jax.tree.map(
+        lambda x, last: jnp.concatenate([x, last[None]]), steps.observation, data.last_observation
+    )
+    dist_inputs, values = model.apply(state.params, state.model_state, observations)
+    rho = probability_ratio(
+        distribution.log_prob(dist_inputs[:-1], steps.action),
+        distribution.log_prob(steps.dist_inputs, steps.action),
+    )
+    target = estimator(steps, values, rho)
+    return Batch(
+        observation=steps.observation,
+        action=steps.action,
+        dist_inputs=steps.dist_inputs,
+        advantage=target - values[:-1],
+        value_target=target,
+        mask=steps.mask * steps.env_info.control_mask,
+    )
 
 
 def to_rows(batch: Batch, length: int) -> Batch:

@@ -129,7 +129,7 @@ def test_masked_rollouts_equal_per_episode_gae(seed, gamma, lambda_):
         episodes.append((start, length, values[length]))
     steps = make_steps(reward[:length] * mask, terminated, truncated, mask)
     estimate = advantages.gae(gamma, lambda_)
-    got = np.asarray(estimate(steps, jnp.asarray(values)[:, None]))[:, 0] - values[:-1]
+    got = np.asarray(estimate(steps, jnp.asarray(values)[:, None], None))[:, 0] - values[:-1]
     for begin, end, bootstrap in episodes:
         want = gae_of_one_episode(
             reward[begin:end], values[begin:end], bootstrap, gamma, lambda_
@@ -142,3 +142,88 @@ def test_inputs_are_not_changed():
     before = np.asarray(steps.reward).copy()
     targets(steps, [1.0] * 4, 0.9, 0.5)
     np.testing.assert_array_equal(steps.reward, before)
+
+
+def estimated(factory, steps, values, rho=None):
+    """Targets of one environment."""
+    values = jnp.asarray(values, jnp.float32)[:, None]
+    rho = jnp.ones_like(values[1:]) if rho is None else jnp.asarray(rho, jnp.float32)[:, None]
+    return np.asarray(factory(steps, values, rho))[:, 0]
+
+
+# Published vectors of another implementation: value v and reward r everywhere, discount .9; an episode
+# that goes on, one that is cut after its second step, and one that ends there. The third row is a reset row.
+GOES_ON = {}
+CUT = {"truncated": [0, 1, 0, 0], "mask": [1, 1, 0, 1]}
+ENDS = {"terminated": [0, 1, 0, 0], "mask": [1, 1, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        (GOES_ON, [7.5341, 6.149, 4.61, 2.9]),
+        (CUT, [4.61, 2.9, None, 2.9]),
+        (ENDS, [3.8, 2.0, None, 2.9]),
+    ],
+)
+def test_published_returns(kind, want):
+    steps = make_steps([2.0] * 4, **kind)
+    for factory in (advantages.monte_carlo(0.9), advantages.vtrace(0.9)):
+        got = estimated(factory, steps, [1.0] * 5)
+        for g, w in zip(got, want, strict=True):
+            assert w is None or g == pytest.approx(w, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        (GOES_ON, [6.0928, 5.488, 4.48, 2.8]),
+        (CUT, [4.48, 2.8, None, 2.8]),
+        (ENDS, [3.4, 1.0, None, 2.8]),
+    ],
+)
+def test_published_generalised_advantages(kind, want):
+    steps = make_steps([3.0] * 4, **kind)
+    got = estimated(advantages.gae(0.9, 0.6 / 0.9), steps, [2.0] * 5) - 2.0
+    for g, w in zip(got, want, strict=True):
+        assert w is None or g == pytest.approx(w, abs=1e-5)
+
+
+def test_published_vtrace_off_policy():
+    steps = make_steps([3.0] * 4, **ENDS)
+    got = estimated(advantages.vtrace(0.9), steps, [2.0] * 5, [0.999] * 4)
+    np.testing.assert_allclose(got[[0, 1, 3]], [5.695401, 2.999, 4.7972], rtol=1e-5)
+
+
+def test_vtrace_clips_large_ratios():
+    # One step: V + min(rho, 1) (r + gamma V' - V).
+    steps = make_steps([3.0])
+    for rho, want in ((5.0, 2 + 2.8), (0.5, 2 + 1.4)):
+        assert estimated(advantages.vtrace(0.9), steps, [2.0] * 2, [rho])[0] == pytest.approx(want)
+    wide = advantages.vtrace(0.9, clip_rho_threshold=2.0)
+    assert estimated(wide, steps, [2.0] * 2, [5.0])[0] == pytest.approx(2 + 5.6)
+
+
+def test_td_k_does_not_look_across_an_end():
+    # r = 1, 1, 1 and the end; V = 10, gamma .9, k = 2.
+    steps = make_steps([1, 1, 1, 0, 0], terminated=[0, 0, 1, 0, 0], mask=[1, 1, 1, 0, 0])
+    got = estimated(advantages.td_k(0.9, margin=2), steps, [10.0] * 6)
+    np.testing.assert_allclose(got[:3], [10.0, 1.9, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("margin", "want"), [(0, [5.95] * 3), (1, [5.95] * 3), (3, None)])
+def test_td_k_bootstraps_at_a_cut(margin, want):
+    # r = 1, V = 5, gamma .99; three steps: 1 + .99 + .9801 + .970299 * 5 = 7.8216, and shorter ones.
+    steps = make_steps([1, 1, 1, 0, 0], mask=[1, 1, 1, 0, 0])
+    got = estimated(advantages.td_k(0.99, margin=margin), steps, [5.0] * 6)[:3]
+    np.testing.assert_allclose(got, want or [7.8216, 6.8905, 5.95], atol=1e-4)
+
+
+def test_n_step_returns_of_a_truncated_episode():
+    # Rewards 1 and the cut, then an episode of rewards 100; gamma .5; the value of what follows is 8.
+    steps = make_steps(
+        [1, 1, 1, 0, 100, 100], truncated=[0, 0, 1, 0, 0, 0], mask=[1, 1, 1, 0, 1, 1]
+    )
+    values = [0, 0, 0, 8, 0, 0, 0]
+    got = estimated(advantages.td_k(0.5, margin=3), steps, values)[:3]
+    np.testing.assert_allclose(got, [1.75 + 0.125 * 8, 1.5 + 0.25 * 8, 1.0 + 0.5 * 8])

@@ -1,9 +1,14 @@
 """The command line: what it refuses, what it writes, and that its files reproduce a run."""
 
 import json
+import os
+import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
+import time
 
 import gin
 import gymnasium
@@ -11,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl_trainers import PPOJoint, cli, metrics
+from rl_trainers import PPOJoint, checkpoint, cli, metrics
 
 TINY = """
 train.trainer = @PPOJoint
@@ -176,6 +181,7 @@ def test_what_a_run_leaves(run):
     for line in lines(run):
         assert 128 * line["epoch"] - 40 < line["env_steps"] <= 128 * line["epoch"]
     assert {path.name for path in run.iterdir()} == {
+        ".lock",
         "metrics.jsonl",
         "config.gin",
         "checkpoints",
@@ -207,7 +213,7 @@ def test_the_report_names_the_next_commands(config, run, tmp_path, capsys):
     assert cli.main(["train", "--output_dir", str(copy)]) == 0
     out = capsys.readouterr().out
     assert "20 greedy episodes: return" in out
-    assert f"rl-trainers eval {copy}" in out and f"tensorboard --logdir {copy}" in out
+    assert f"python -m rl_trainers.cli eval {copy}" in out and f"tensorboard --logdir {copy}" in out
     assert len(lines(copy)) == 2
     gin.clear_config()
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(params(copy)), strict=True):
@@ -317,3 +323,53 @@ def test_an_interrupt_finishes_the_epoch(config, tmp_path):
     assert [line["epoch"] for line in lines(tmp_path)] == [1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_to_continue(tmp_path, capsys):
+    assert cli.main(["train", "--output_dir", str(tmp_path / "nothing")]) == 2
+    assert "holds no run yet: give --config_file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "process"])
+def test_ctrl_c_ends_after_the_running_epoch_and_the_run_goes_on(tmp_path, backend):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "rl_trainers.cli", "train", "--output_dir", str(run_dir)]
+    bindings = [
+        "train.n_epochs = 100000",
+        "RLTask.env = 'CartPole-v1'",
+        "RLTask.num_envs = 2",
+        f"RLTask.backend = '{backend}'",
+        "PPOJoint.n_interactions_per_epoch = 64",
+    ]
+    for binding in bindings:
+        command += ["--config", binding]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    path = run_dir / "metrics.jsonl"
+    while time.monotonic() < deadline and not (path.exists() and path.read_text().count("\n") > 3):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (epoch,) = re.findall(r"stopped after epoch (\d+) of 100000", out)
+    assert lines(run_dir)[-1]["epoch"] == int(epoch)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [epoch]
+    assert "Traceback" not in err
+
+
+def test_two_processes_do_not_train_into_one_directory(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    code = f"from rl_trainers import checkpoint as c; f = c.lock({str(copy)!r})"
+    code += "; print('held', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match="another process is training into"):
+        checkpoint.lock(copy)
+    holder.communicate("\n")
+    checkpoint.lock(copy).close()

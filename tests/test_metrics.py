@@ -220,12 +220,18 @@ def _run(directory, seed, gamma, scale):
 
 
 def test_runs_that_differ_in_the_seed_alone_share_a_group(tmp_path):
-    runs = [_run(tmp_path / f"a{seed}", seed, 0.9, seed + 1) for seed in range(3)]
+    runs = [_run(tmp_path / f"a{seed}", seed, 0.9, seed + 1) for seed in range(4)]
     runs.append(_run(tmp_path / "b", 0, 0.99, 5))
 
     groups = metrics._group_by_config(runs)
 
-    assert [[run.name for run in group] for group in groups] == [["a0", "a1", "a2"], ["b"]]
+    assert [[run.name for run in group] for group in groups] == [["a0", "a1", "a2", "a3"], ["b"]]
+    # Fewer than four are told apart.
+    assert [[run.name for run in group] for group in metrics._group_by_config(runs[2:])] == [
+        ["a2"],
+        ["a3"],
+        ["b"],
+    ]
 
 
 def test_interquartile_mean_of_four_runs():

@@ -355,7 +355,7 @@ def test_draw_without_inputs_is_refused():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"n_steps": 0}, "train steps per epoch=0"),
         ({"n_steps": 9, "n_evals": 10}, "evals_per_epoch=10 must lie between 1 and the 9"),
         ({"n_steps": 9, "n_evals": 0}, "evals_per_epoch=0"),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from rl_trainers import task as task_lib
+from rl_trainers.envs import probe
 from rl_trainers.envs.probe import ActionReward, Counting, Endless
 from rl_trainers.joint import A2CJoint, AWRJoint, PPOJoint
 from rl_trainers.models import MLP, Normalize, Policy, PolicyAndValue
@@ -649,3 +651,34 @@ def test_contradictions_are_refused(arguments, message):
 def test_the_default_count_is_a_multiple_of_the_environments():
     trainer = PPOJoint(RLTask(ActionReward, num_envs=3), joint_model=SMALL)
     assert trainer.n_interactions_per_epoch == 2049
+
+
+def test_arguments_that_do_not_exist_name_the_nearest():
+    with pytest.raises(TypeError, match="PPOJoint has no argument 'batchsize'; nearest: 'batch_size'"):
+        PPOJoint(RLTask("CartPole-v1"), batchsize=3)
+
+
+def test_a_task_is_asked_for():
+    with pytest.raises(TypeError, match="must be an RLTask, such as RLTask\\('CartPole-v1'\\)"):
+        PPOJoint("CartPole-v1")
+
+
+@pytest.mark.parametrize("n_epochs", [-1, 1.5])
+def test_epochs_are_counted_in_whole_numbers(n_epochs):
+    trainer = PPOJoint(RLTask("CartPole-v1"), n_interactions_per_epoch=8)
+    with pytest.raises(ValueError, match=f"n_epochs={n_epochs} must be a whole number"):
+        trainer.run(n_epochs)
+
+
+def test_policy_takes_lists_and_names_wrong_shapes():
+    trainer = PPOJoint(RLTask("CartPole-v1"), n_interactions_per_epoch=8)
+    assert trainer.policy([0.0, 0.0, 0.0, 0.0])[0] in (0, 1)
+    with pytest.raises(ValueError, match=r"has the shape \(3,\), expected \(4,\)"):
+        trainer.policy(np.zeros(3))
+
+
+def test_an_evaluation_that_nothing_ends_is_stopped(monkeypatch, caplog):
+    monkeypatch.setattr(task_lib, "_MOST_EVAL_STEPS", 50)
+    trainer = PPOJoint(RLTask(probe.Endless), n_interactions_per_epoch=8)
+    assert trainer.evaluate(2).lengths.tolist() == [50, 50]
+    assert "an episode was stopped after 50 steps" in caplog.text

@@ -135,14 +135,15 @@ def find_spec(env_id: str) -> registration.EnvSpec:
     if spec is not None and getattr(spec.entry_point, "__name__", "") != "_raise_mujoco_py_error":
         return spec
     with contextlib.suppress(gymnasium.error.Error):
-        space, name, _ = registration.parse_env_id(plain.removeprefix("DM-"))
+        space, name, asked = registration.parse_env_id(plain.removeprefix("DM-"))
         version = registration.find_highest_version(space, name)
-        if version is not None:
+        if version is not None and (asked or 0) < version:
             newest = registration.get_env_id(space, name, version)
             _log.warning("env: %s is not available any more; using %s", env_id, newest)
             return gymnasium.registry[newest]
     near = difflib.get_close_matches(plain, list(gymnasium.registry), 1, 0.0)
-    raise ValueError(f"env: no environment {env_id!r} is registered; the nearest is {near[0]!r}")
+    hint = "; Atari games need the extra 'atari'" if plain.startswith("ALE/") else ""
+    raise ValueError(f"env: no environment {env_id!r} is registered; the nearest is {near[0]!r}{hint}")
 
 
 def _from_spec(spec: registration.EnvSpec, num_envs: int, time_limit: int | None, backend: str) -> HostEnv:

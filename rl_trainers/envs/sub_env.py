@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import multiprocessing
+import signal
 import traceback
 import zlib
 from collections.abc import Callable
@@ -50,6 +52,8 @@ class SubEnv(gymnasium.Wrapper):
     """
 
     def __init__(self, make: Callable[[], Any], index: int, time_limit: int | None):
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what Ctrl-C ends
         super().__init__(adapters.as_gymnasium(make()))
         self.name = env_name(self.env)
         self._index = index

@@ -696,3 +696,10 @@ def test_what_a_step_returned_is_not_changed_by_the_next_one():
     assert first.tolist() == [[0], [0]]
     assert second.tolist() == [[1], [1]]
     assert reward.tolist() == [1, 1]
+
+
+def test_only_older_versions_stand_for_the_newest():
+    assert find_spec("LunarLander-v2").id == "LunarLander-v3"
+    for wrong in ("CartPole-v9", "CartPole-v2"):
+        with pytest.raises(ValueError, match=f"no environment '{wrong}' is registered; the nearest is"):
+            find_spec(wrong)
