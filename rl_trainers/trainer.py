@@ -589,7 +589,8 @@ class _Interrupt:
         self.asked = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
-        self._acts = trainer.output_dir is not None and in_main_thread
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        self._acts = trainer.output_dir is not None and in_main_thread and not is_ignored
 
     def __enter__(self) -> _Interrupt:
         if self._acts:

@@ -310,7 +310,15 @@ def test_mistakes_in_arguments_exit_with_2(capsys):
     assert "usage" in capsys.readouterr().err
 
 
-def test_an_interrupt_finishes_the_epoch(config, tmp_path):
+@pytest.fixture
+def interrupts():
+    """SIGINT as at a prompt; a job in the background of a script inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_finishes_the_epoch(config, tmp_path, interrupts):
     def interrupt(self, record, original=PPOJoint.train_epoch):
         if self.current_epoch == 1:
             signal.raise_signal(signal.SIGINT)
@@ -325,6 +333,20 @@ def test_an_interrupt_finishes_the_epoch(config, tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_ignored_interrupt_stays_ignored(config, tmp_path, interrupts):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    seen = []
+
+    def look(self, record, original=PPOJoint.train_epoch):
+        seen.append(signal.getsignal(signal.SIGINT))
+        return original(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOJoint, "train_epoch", look)
+        assert cli.main(["train", "--config_file", config, "--output_dir", str(tmp_path)]) == 0
+    assert seen == [signal.SIG_IGN, signal.SIG_IGN]
+
+
 def test_nothing_to_continue(tmp_path, capsys):
     assert cli.main(["train", "--output_dir", str(tmp_path / "nothing")]) == 2
     assert "holds no run yet: give --config_file" in capsys.readouterr().err
@@ -332,7 +354,7 @@ def test_nothing_to_continue(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "process"])
-def test_ctrl_c_ends_after_the_running_epoch_and_the_run_goes_on(tmp_path, backend):
+def test_ctrl_c_ends_after_the_running_epoch_and_the_run_goes_on(tmp_path, backend, interrupts):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "rl_trainers.cli", "train", "--output_dir", str(run_dir)]
     bindings = [

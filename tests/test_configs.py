@@ -26,8 +26,10 @@ def tiny(name):
     """Bindings that make an epoch of this trainer short."""
     if name == "PolicyGradient":
         return ["PolicyGradient.n_trajectories_per_epoch = 2"]
-    bindings = [f"{name}.n_interactions_per_epoch = 64", f"{name}.train_steps_per_epoch = 2"]
-    return bindings + ["RLTask.initial_trajectories = 2"] * (name == "AWRJoint")
+    bindings = [f"{name}.n_interactions_per_epoch = 64"]
+    parts = [""] if name.endswith("Joint") else ["policy_", "value_"]
+    bindings += [f"{name}.{part}train_steps_per_epoch = 2" for part in parts]
+    return bindings + ["RLTask.initial_trajectories = 2"] * name.startswith("AWR")
 
 
 def test_there_are_configurations():

@@ -29,8 +29,10 @@ def train(name, *bindings):
     "name, env_steps, least",
     [
         ("ppo_joint_cartpole", 102_400, 475),
+        ("ppo_cartpole", 102_400, 475),
         ("a2c_joint_cartpole", 302_000, 450),
         ("awr_joint_cartpole", 41_000, 180),
+        ("awr_cartpole", 41_000, 180),
         ("ppo_joint_acrobot", 205_000, -100),
         ("ppo_joint_pendulum", 305_000, -300),
     ],
