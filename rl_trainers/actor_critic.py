@@ -7,7 +7,6 @@ from typing import Any
 
 import gin
 import jax
-import jax.numpy as jnp
 
 from rl_trainers import advantages, losses, models
 from rl_trainers.policy_trainer import PolicyTrainer
@@ -190,13 +189,9 @@ class PPO(ActorCriticTrainer):
             dist.log_prob(dist_inputs, batch.action), dist.log_prob(batch.dist_inputs, batch.action)
         )
         entropy_loss = self._entropy_loss(dist_inputs, batch, hparams)
-        loss = losses.clipped_surrogate(ratio, batch.advantage, batch.mask, epsilon) - entropy_loss
-        return loss, {
-            "entropy_loss": entropy_loss,
-            "probs_ratio_mean": ratio,
-            "clip_fraction": (jnp.abs(ratio - 1) > epsilon).astype(jnp.float32),
-            "approximate_kl_divergence": losses.approximate_kl(ratio),
-        }
+        surrogate = losses.clipped_surrogate(ratio, batch.advantage, batch.mask, epsilon)
+        metrics = losses.surrogate_metrics(ratio, batch.advantage, epsilon)
+        return surrogate - entropy_loss, {"entropy_loss": entropy_loss, **metrics}
 
 
 @gin.configurable(module="rl_trainers", denylist=["task", "output_dir"])

@@ -204,12 +204,8 @@ class PPOJoint(ActorCriticJointTrainer):
         return loss, {
             "entropy": entropy,
             "entropy_loss": entropy_loss,
-            "probs_ratio_mean": ratio,
-            "unclipped_objective_mean": ratio * batch.advantage,
-            "clipped_objective_mean": jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * batch.advantage,
             "ppo_objective_mean": -surrogate,
-            "clip_fraction": (jnp.abs(ratio - 1) > epsilon).astype(jnp.float32),
-            "approximate_kl_divergence": losses.approximate_kl(ratio),
+            **losses.surrogate_metrics(ratio, batch.advantage, epsilon),
         }
 
 

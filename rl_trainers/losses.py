@@ -77,6 +77,25 @@ def clipped_surrogate(
     return -masked_mean(jnp.minimum(ratio * advantage, clipped * advantage), mask)
 
 
+def surrogate_metrics(
+    ratio: jax.Array, advantage: jax.Array, epsilon: float | jax.Array
+) -> dict[str, jax.Array]:
+    """What :func:`clipped_surrogate` is made of, f32 ``[N, L]`` by Trax's names.
+
+    Args:
+        ratio: rho, from :func:`probability_ratio`.
+        advantage: A.
+        epsilon: clip range.
+    """
+    return {
+        "probs_ratio_mean": ratio,
+        "unclipped_objective_mean": ratio * advantage,
+        "clipped_objective_mean": jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * advantage,
+        "clip_fraction": (jnp.abs(ratio - 1) > epsilon).astype(jnp.float32),
+        "approximate_kl_divergence": approximate_kl(ratio),
+    }
+
+
 def value_loss(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
     """Mean squared error E[(V - target)^2], without a factor 1/2, no gradient through the target."""
     return masked_mean(jnp.square(value - jax.lax.stop_gradient(target)), mask)

@@ -1,5 +1,6 @@
 """The command line: what it refuses, what it writes, and that its files reproduce a run."""
 
+import ast
 import json
 import os
 import re
@@ -153,17 +154,21 @@ def test_unused_bindings_can_be_allowed(config):
         ["PPOJoint.advantage_estimator = @gae", "gae.lambda_ = 0.9"],
         ["td_lambda.lambda_ = 0.9"],
         ["PolicyAndValue.normalizer = @Normalize", "Normalize.limit = 5.0"],
-        ["width = 16", "MLP.layer_widths = (%width,)"],
+        ["MLP.layer_widths = (%width,)", "width = 16"],
         ["schedule = @multifactor", "PPOJoint.lr_schedule = %schedule", "multifactor.constant = 1e-3"],
         ["PPOJoint.seed = 3", "PPOJoint.n_eval_episodes = 2"],
     ],
 )
 def test_bindings_that_a_run_uses_are_accepted(bindings, config):
     cli.parse([config], bindings)
+    name, _, value = bindings[-1].partition(" = ")
+    parameter = name if "." in name else f"{name}/gin.macro.value"
+    assert gin.query_parameter(parameter) == ast.literal_eval(value)
 
 
 def test_defaults_count_as_used():
     cli.parse([], ["RLTask.env = 'CartPole-v1'", "PPOJoint.epsilon = 0.1", "MLP.layer_widths = (8,)"])
+    assert gin.query_parameter("MLP.layer_widths") == (8,)
 
 
 def test_output_dir_cannot_be_bound(config, tmp_path, capsys):
