@@ -264,7 +264,7 @@ class RLTrainer:
         self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
         distribution = self.task.distribution
 
-        @jax.jit
+        @_jit
         def act(params, model_state, observation, key, temperature):
             apply = self.policy_apply
             action, _, key = rollout.act(
@@ -273,9 +273,9 @@ class RLTrainer:
             return action, key
 
         self._act = act
-        self._dist_inputs = jax.jit(self.policy_apply)
-        self._learn = jax.jit(self.learn, donate_argnums=0)
-        self._gather = jax.jit(self.gather)
+        self._dist_inputs = _jit(self.policy_apply)
+        self._learn = _jit(self.learn, donate_argnums=0)
+        self._gather = _jit(self.gather)
         self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
             self._resume(self.output_dir)
@@ -580,6 +580,10 @@ class RLTrainer:
             self._writer.close()
         if self._lock is not None:
             self._lock.close()
+
+
+# LLVM's third level takes a fifth longer to compile the update and makes it no faster.
+_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
 
 
 class _Interrupt:
