@@ -37,6 +37,13 @@ _TAGS = {
 }
 
 
+_LABELS = {
+    "avg_return": "mean return of an epoch's episodes",
+    "recent_return": "mean return of the last 100 episodes",
+    "eval_return": "mean return of greedy episodes",
+}
+
+
 class Compilations(NamedTuple):
     """How many programs this process has compiled, and the seconds that took."""
 
@@ -301,9 +308,9 @@ def plot_curves(
             axes.plot(steps, middle, color=color, lw=2.2, label=label)
             axes.fill_between(steps, low, high, color=color, alpha=0.2, lw=0)
     axes.set_xlabel("environment steps")
-    name = key.replace("avg_", "average ").replace("_", " ")
+    name = _LABELS.get(key, key.replace("_", " "))
     axes.set_ylabel(name)
-    axes.set_title(f"{name.capitalize()} by environment steps")
+    axes.set_title(f"{name[0].upper()}{name[1:]}")
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.legend()
