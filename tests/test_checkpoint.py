@@ -167,18 +167,6 @@ def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path, step):
     assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
-def test_a_small_save_is_quick(tmp_path):
-    tree = {f"layer_{i}": np.ones((64, 64), np.float32) for i in range(40)}
-    seconds = []
-    for step in range(6):
-        start = time.perf_counter()
-        checkpoint.save(tmp_path, step, tree)
-        seconds.append(time.perf_counter() - start)
-
-    # 40 ms on an idle machine; the bound leaves room for a busy one.
-    assert min(seconds) < 0.25
-
-
 _SAVER = """
 import sys
 import numpy as np

