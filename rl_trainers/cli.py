@@ -274,7 +274,6 @@ def _train(arguments: argparse.Namespace) -> int:
         trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
         gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)
     trainer = train(arguments.output_dir)
-    trainer.save()
     n_epochs = _bound("train", "n_epochs", 100)
     if trainer.current_epoch < n_epochs:
         print(f"\nstopped after epoch {trainer.current_epoch} of {n_epochs}")
@@ -298,9 +297,10 @@ def _command() -> str:
 
 def _report(trainer: rl_trainers.RLTrainer, output_dir: str) -> None:
     episodes = trainer.evaluate(_N_FINAL_EPISODES)
-    picture = str(epath.Path(output_dir) / "curves.png")
-    key = "avg_return" if trainer.current_epoch < 2 else "recent_return"
-    metrics.plot_curves([output_dir], picture, key)
+    picture = "none, since no episode has ended"
+    if np.isfinite(trainer.avg_returns).any():
+        picture = str(epath.Path(output_dir) / "curves.png")
+        metrics.plot_curves([output_dir], picture, "recent_return")
     print(
         f"\n{_N_FINAL_EPISODES} greedy episodes: return {np.mean(episodes.returns):.1f} "
         f"± {np.std(episodes.returns):.1f}\n"

@@ -400,3 +400,28 @@ def test_two_processes_do_not_train_into_one_directory(run, tmp_path):
         checkpoint.lock(copy)
     holder.communicate("\n")
     checkpoint.lock(copy).close()
+
+
+def test_a_run_in_which_no_episode_ended_reports_all_the_same(tmp_path, capsys):
+    bindings = ["train.n_epochs = 1", "RLTask.env = 'CartPole-v1'", "PPOJoint.n_interactions_per_epoch = 2"]
+    arguments = [word for binding in bindings for word in ("--config", binding)]
+    assert cli.main(["train", "--output_dir", str(tmp_path), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "20 greedy episodes: return" in out and "none, since no episode has ended" in out
+
+
+def test_a_second_interrupt_ends_the_run_at_once_and_saves_nothing(config, tmp_path, interrupts):
+    """Within an epoch environments are ahead of the parameters, so that there is nothing whole to save."""
+
+    def interrupt(self, record, original=PPOJoint.train_epoch):
+        if self.current_epoch == 1:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return original(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOJoint, "train_epoch", interrupt)
+        arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
+        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 0
+    assert [line["epoch"] for line in lines(tmp_path)] == [1]
+    assert checkpoint.latest_step(tmp_path) is None
