@@ -251,7 +251,8 @@ class A2CJoint(ActorCriticJointTrainer):
         entropy = losses.masked_mean(dist.entropy(dist_inputs), mask)
         entropy_loss = hparams["entropy_coeff"] * entropy
         loss = hparams["value_loss_coeff"] * value_loss - objective - entropy_loss
-        ratio = jnp.exp(log_prob - dist.log_prob(batch.dist_inputs, batch.action))
+        old_log_prob = dist.log_prob(batch.dist_inputs, batch.action)
+        ratio = losses.probability_ratio(log_prob, old_log_prob)
         return loss, {
             "entropy": entropy,
             "entropy_loss": entropy_loss,

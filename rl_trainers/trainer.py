@@ -38,8 +38,8 @@ class RLTrainer:
     """Alternates between collecting data with the current policy and training on it. Abstract.
 
     Subclasses call ``super().__init__``, build their models and supervised trainers, and end their
-    constructor with :meth:`_start`. They implement :meth:`policy_apply` and :meth:`make_batch`, which are
-    traced.
+    constructor with :meth:`_start`. They implement :meth:`policy_apply`, :meth:`make_batch` and
+    :meth:`gather`, which are traced.
     """
 
     hyperparameters: tuple[str, ...] = ()
@@ -228,10 +228,9 @@ class RLTrainer:
 
     def _stream(self, trainer: Trainer) -> Iterator[Batch]:
         """The batches that ``trainer`` trains on, one by one, without end."""
-        make = jax.jit(lambda state, data, hparams: self._rows(state, data, hparams))
         stream_key = jax.random.fold_in(self.state.key, 1)
         while True:
-            rows, valid = make(self.state, self._stored(), self.hparams())
+            rows, valid = self._make_rows(self.state, self._stored(), self.hparams())
             key, stream_key = jax.random.split(stream_key)
             size = min(trainer.batch_size or valid.shape[0], valid.shape[0])
             n_batches = -(-int(valid.sum()) // size)
@@ -276,6 +275,7 @@ class RLTrainer:
         self._dist_inputs = _jit(self.policy_apply)
         self._learn = _jit(self.learn, donate_argnums=0)
         self._gather = _jit(self.gather)
+        self._make_rows = _jit(self._rows)
         self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
             self._resume(self.output_dir)

@@ -682,3 +682,13 @@ def test_an_evaluation_that_nothing_ends_is_stopped(monkeypatch, caplog):
     trainer = PPOJoint(RLTask(probe.Endless), n_interactions_per_epoch=8)
     assert trainer.evaluate(2).lengths.tolist() == [50, 50]
     assert "an episode was stopped after 50 steps" in caplog.text
+
+
+def test_an_overridden_stream_compiles_nothing_after_the_first_epoch():
+    class Own(PPOJoint):
+        def batches_stream(self):
+            yield from super().batches_stream()
+
+    trainer = Own(RLTask("CartPole-v1"), n_interactions_per_epoch=16, batch_size=8, train_steps_per_epoch=2)
+    compiled = [trainer._run_epoch()["compilations"] for _ in range(4)]
+    assert compiled[1:] == [compiled[1]] * 3
