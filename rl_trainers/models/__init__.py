@@ -1,0 +1,39 @@
+"""Networks: a small Flax linen zoo, and the adapters that make any network a :class:`Model`.
+
+This is the only package that knows a network library. A trainer is given a *factory*, which it calls as
+``factory(policy_distribution=..., mode=...)`` (arguments that the factory does not take are left out) and
+which returns a linen module, a pair ``(init, apply)`` of functions, or a :class:`Model`.
+
+Networks see observations with exactly one leading axis. Before that every leaf of the observation is made
+a float: images (uint8) are divided by 255, here and nowhere else; ``Discrete`` and ``MultiDiscrete``
+become one-hot vectors; ``Dict`` and ``Tuple`` keep their structure. Actions, where a network takes them,
+are treated likewise.
+"""
+
+from rl_trainers.models.adapters import Model, call, features
+from rl_trainers.models.building import build, build_pair, default
+from rl_trainers.models.zoo import (
+    MLP,
+    AtariCnn,
+    Normalize,
+    Policy,
+    PolicyAndValue,
+    Quality,
+    Value,
+)
+
+__all__ = [
+    "MLP",
+    "AtariCnn",
+    "Model",
+    "Normalize",
+    "Policy",
+    "PolicyAndValue",
+    "Quality",
+    "Value",
+    "build",
+    "build_pair",
+    "call",
+    "default",
+    "features",
+]

@@ -1,0 +1,200 @@
+"""The record of functions that a network is for the trainers, and how networks of other kinds become one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.vector.utils import create_empty_array
+
+from rl_trainers.types import PyTree
+
+
+class Model(NamedTuple):
+    """A network as pure functions over observations with any leading axes ``[..]``.
+
+    Attributes:
+        init: ``(key, observation [.., *obs]) -> (params, model_state)``.
+        apply: ``(params, model_state, observation [.., *obs]) -> output``: ``dist_inputs [.., D]`` of a
+            policy, ``value [..]`` of a value network, the pair of both of a joint one. Models of the value
+            of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``.
+        gather: ``(params, model_state, observation, mask [..]) -> model_state`` takes the unmasked
+            observations into the statistics.
+    """
+
+    init: Callable
+    apply: Callable
+    gather: Callable
+
+
+def features(space: gym.Space, observation: PyTree) -> PyTree:
+    """Makes observations floats, as the module's docstring says.
+
+    Args:
+        space: the observation space.
+        observation: ``[R, *obs]``.
+
+    Returns:
+        f32 leaves ``[R, ..]``, in the structure of the space.
+
+    Raises:
+        TypeError: for spaces that have no array form.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        return {name: features(sub, observation[name]) for name, sub in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(features(sub, o) for sub, o in zip(space.spaces, observation, strict=True))
+    x = jnp.asarray(observation)
+    if isinstance(space, gym.spaces.Discrete):
+        return jax.nn.one_hot(x - int(space.start), int(space.n))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        sizes = np.asarray(space.nvec).ravel()
+        starts = np.asarray(space.start).ravel()
+        flat = x.reshape(x.shape[0], -1)
+        columns = [jax.nn.one_hot(flat[:, i] - starts[i], int(n)) for i, n in enumerate(sizes)]
+        return jnp.concatenate(columns, axis=-1)
+    if isinstance(space, (gym.spaces.Box, gym.spaces.MultiBinary)):
+        return x.astype(jnp.float32) / 255.0 if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+    raise TypeError(
+        f"observation space {space!r} has no array form; the spaces that have one are Box, Discrete, "
+        "MultiDiscrete, MultiBinary, and Dict and Tuple of these"
+    )
+
+
+def _leading(space: gym.Space, observation: PyTree) -> tuple[int, ...]:
+    while isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        name: Any = next(iter(space.spaces)) if isinstance(space, gym.spaces.Dict) else 0
+        space, observation = space.spaces[name], observation[name]
+    shape = jnp.shape(observation)
+    return shape[: len(shape) - len(space.shape or ())]
+
+
+def call(factory: Callable, **kwargs) -> Any:
+    """Calls a factory with those of ``kwargs`` that it takes."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return factory(**kwargs)
+    return factory(**{p.name: kwargs[p.name] for p in parameters if p.name in kwargs})
+
+
+def adapt(
+    network: Any, observation_space: gym.Space, part: str, action_space: gym.Space | None = None
+) -> Model:
+    """Makes a network a :class:`Model` with its parameters under ``part``.
+
+    Args:
+        network: a linen module, or a pair ``(init, apply)`` of functions ``(key, x [R, ..]) -> params`` and
+            ``(params, x [R, ..]) -> output``. Modules that gather statistics are called with a keyword
+            ``mask [R]`` for that. Networks of the value of actions are called with a keyword
+            ``action [K, R, A]`` and return ``[K, R]``.
+        observation_space: of one environment.
+        part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
+            ``'value'`` already.
+        action_space: of one environment, for networks of the value of actions.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if isinstance(network, nn.Module):
+        inner = _linen(network)
+    elif isinstance(network, tuple) and len(network) == 2:
+        inner = _functions(*network)
+    else:
+        raise TypeError(
+            f"the model factory returned a {type(network).__name__}; it should return a flax.linen "
+            "module, a pair (init, apply) or a Model"
+        )
+    model = _over_any_axes(inner, observation_space, action_space)
+    return _in_parts(model, observation_space, part)
+
+
+def _linen(module: nn.Module) -> Model:
+    def init(key, x, **action):
+        variables = dict(module.init(key, x, **action))
+        return variables.pop("params", {}), variables
+
+    def apply(params, model_state, x, **action):
+        return module.apply({"params": params, **model_state}, x, **action)
+
+    def gather(params, model_state, x, mask, **action):
+        if not model_state:
+            return model_state
+        variables = {"params": params, **model_state}
+        return module.apply(variables, x, mask=mask, mutable=list(model_state), **action)[1]
+
+    return Model(init, apply, gather)
+
+
+def _functions(init: Callable, apply: Callable) -> Model:
+    return Model(
+        lambda key, x, **action: (init(key, x, **action), {}),
+        lambda params, model_state, x, **action: apply(params, x, **action),
+        lambda params, model_state, x, mask, **action: model_state,
+    )
+
+
+def _in_parts(inner: Model, space: gym.Space, part: str) -> Model:
+    """Puts parameters under ``part`` unless they have their parts already."""
+    example = create_empty_array(space, 1)
+    params, _ = jax.eval_shape(inner.init, jax.random.PRNGKey(0), example)
+    if isinstance(params, Mapping) and set(params) <= {"shared", "policy", "value"}:
+        return inner
+
+    def init(key, observation):
+        params, model_state = inner.init(key, observation)
+        return {part: params}, model_state
+
+    return Model(
+        init,
+        lambda params, *arguments: inner.apply(params[part], *arguments),
+        lambda params, *arguments: inner.gather(params[part], *arguments),
+    )
+
+
+def _over_any_axes(inner: Model, space: gym.Space, action_space: gym.Space | None) -> Model:
+    def example(x):
+        if action_space is None:
+            return {}
+        n_rows = len(jax.tree.leaves(x)[0])
+        return {"action": jnp.zeros_like(_actions(action_space, n_rows, None))}
+
+    def init(key, observation):
+        x = _rows(space, observation)[1]
+        return inner.init(key, x, **example(x))
+
+    def apply(params, model_state, observation, action=None):
+        leading, x = _rows(space, observation)
+        if action_space is None or action is None:
+            output = inner.apply(params, model_state, x)
+            return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output)
+        n_rows = len(jax.tree.leaves(x)[0])
+        values = inner.apply(params, model_state, x, action=_actions(action_space, n_rows, action))
+        return values.reshape(_leading(action_space, action))
+
+    def gather(params, model_state, observation, mask):
+        x = _rows(space, observation)[1]
+        return inner.gather(params, model_state, x, mask.reshape(-1), **example(x))
+
+    return Model(init, apply, gather)
+
+
+def _rows(space: gym.Space, x: PyTree) -> tuple[tuple[int, ...], PyTree]:
+    """The leading axes, and features with these axes made one."""
+    leading = _leading(space, x)
+    rows = jax.tree.map(lambda a: jnp.reshape(a, (-1, *jnp.shape(a)[len(leading) :])), x)
+    return leading, features(space, rows)
+
+
+def _actions(space: gym.Space, n_rows: int, action: PyTree) -> jax.Array:
+    """Features f32 ``[K, R, A]`` of actions ``[K.., .., *act]``; of any action if ``None``."""
+    if action is None:
+        action = create_empty_array(space, n_rows)
+    _, x = _rows(space, action)
+    flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(x)]
+    return jnp.concatenate(flat, axis=-1).reshape(-1, n_rows, sum(leaf.shape[1] for leaf in flat))

@@ -1,0 +1,322 @@
+"""Flax linen networks: bodies, a normaliser, and the policy and value networks that stand on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import gin
+import jax
+import jax.numpy as jnp
+
+from rl_trainers.models.adapters import call
+from rl_trainers.types import PyTree
+
+_HIDDEN = nn.initializers.variance_scaling(2.0, "fan_in", "uniform")
+
+
+def _concatenate(x: PyTree, flatten: bool = True) -> jax.Array:
+    leaves = jax.tree.leaves(x)
+    if len(leaves) == 1 and not flatten:
+        return leaves[0]
+    return jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=-1)
+
+
+def _symmetric_uniform(scale: float) -> Callable:
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -scale, scale)
+
+
+@gin.configurable(module="rl_trainers.models")
+class MLP(nn.Module):
+    """Dense layers over the concatenated leaves of the observation, ``[R, ..] -> [R, layer_widths[-1]]``.
+
+    Attributes:
+        layer_widths: units of each layer.
+        activation: applied between layers.
+        out_activation: whether it is applied after the last layer too.
+        flatten: whether a single array of higher rank is flattened first.
+    """
+
+    layer_widths: Sequence[int] = (64, 64)
+    activation: Callable = nn.relu
+    out_activation: bool = True
+    flatten: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        """Features ``[R, layer_widths[-1]]``."""
+        x = _concatenate(x, self.flatten)
+        for i, width in enumerate(self.layer_widths):
+            x = nn.Dense(width, kernel_init=_HIDDEN, name=f"dense_{i}")(x)
+            if self.out_activation or i + 1 < len(self.layer_widths):
+                x = self.activation(x)
+        return x
+
+
+@gin.configurable(module="rl_trainers.models")
+class AtariCnn(nn.Module):
+    """The network of Mnih et al. 2015 (https://doi.org/10.1038/nature14236), ``[R, H, W, C] -> [R, F]``.
+
+    Attributes:
+        hidden_sizes: filters of the 8x8/4, 4x4/2 and 3x3/1 convolutions.
+        output_size: ``F``.
+        padding: of the convolutions.
+    """
+
+    hidden_sizes: Sequence[int] = (32, 64, 64)
+    output_size: int = 512
+    padding: str = "VALID"
+
+    @nn.compact
+    def __call__(self, x):
+        """Features ``[R, F]``."""
+        for features_, size, stride in zip(self.hidden_sizes, (8, 4, 3), (4, 2, 1), strict=True):
+            x = nn.Conv(features_, (size, size), stride, self.padding, kernel_init=_HIDDEN)(x)
+            x = nn.relu(x)
+        x = x.reshape(x.shape[0], -1)
+        return nn.relu(nn.Dense(self.output_size, kernel_init=_HIDDEN)(x))
+
+
+@gin.configurable(module="rl_trainers.models")
+class Normalize(nn.Module):
+    """Shifts and scales observations to mean 0 and variance 1 by running statistics, ``[R, ..]``.
+
+    Statistics change only when the trainer gathers them, after an epoch's training; so all forward passes
+    of an epoch use the same ones. Chan et al. 1979, "Updating formulae ... for computing sample variances".
+
+    Attributes:
+        sample_limit: rows after which the statistics stay as they are.
+        epsilon: added to the standard deviation.
+        limit: outputs are clipped to ``[-limit, limit]``.
+    """
+
+    sample_limit: float = math.inf
+    epsilon: float = 1e-5
+    limit: float = 10.0
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        """Normalised observations; gathers those with ``mask [R]`` 1 where the statistics are mutable."""
+        x = _concatenate(x, flatten=False)
+        count = self.variable("model_state", "count", jnp.zeros, ())
+        mean = self.variable("model_state", "mean", jnp.zeros, x.shape[1:])
+        variance = self.variable("model_state", "variance", jnp.ones, x.shape[1:])
+        if mask is not None and self.is_mutable_collection("model_state"):
+            weight = mask.reshape(-1, *[1] * (x.ndim - 1))
+            rows = jnp.sum(mask)
+            new_mean = jnp.sum(x * weight, 0) / jnp.maximum(rows, 1)
+            new_variance = jnp.sum(jnp.square(x - new_mean) * weight, 0) / jnp.maximum(rows, 1)
+            total = count.value + rows
+            share = jnp.where(count.value < self.sample_limit, rows / jnp.maximum(total, 1), 0.0)
+            delta = new_mean - mean.value
+            variance.value += share * (
+                new_variance - variance.value + (1 - share) * jnp.square(delta)
+            )
+            mean.value += share * delta
+            count.value = jnp.where(share > 0, total, count.value)
+        x = (x - mean.value) / (jnp.sqrt(variance.value) + self.epsilon)
+        return jnp.clip(x, -self.limit, self.limit)
+
+
+class _Head(nn.Module):
+    """An optional body, and a dense layer on top of it."""
+
+    body: nn.Module | None
+    n_outputs: int
+    init: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        """Outputs ``[R, n_outputs]``."""
+        if self.body is not None:
+            x = self.body(x)
+        x = _concatenate(x)
+        return nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
+
+
+class _ActionHead(_Head):
+    """A head that takes actions as well; see :class:`Value`."""
+
+    n_layers: int = 1
+    width: int = 64
+    multiply: bool = False
+    concatenate: bool = False
+
+    @nn.compact
+    def __call__(self, x, action=None):
+        """Outputs ``[R, n_outputs]``, or ``[K, R, n_outputs]`` of ``action [K, R, A]``."""
+        if action is not None and self.concatenate:
+            x = _concatenate(x)
+            x = jnp.concatenate(
+                [jnp.broadcast_to(x, (*action.shape[:2], x.shape[-1])), action], axis=-1
+            ).reshape(-1, x.shape[-1] + action.shape[-1])
+        x = _concatenate(x if self.body is None else self.body(x))
+        if action is not None and not self.concatenate:
+            x = self._inject(x, action)
+        x = nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
+        return x if action is None else x.reshape(*action.shape[:2], self.n_outputs)
+
+    def _inject(self, x, action):
+        x = nn.Dense(self.width, kernel_init=_HIDDEN, name="inject_body")(x)
+        action = nn.Dense(self.width, kernel_init=_HIDDEN, name="inject_action")(action)
+        x = x * jnp.tanh(action) if self.multiply else x + action
+        for i in range(self.n_layers):
+            x = nn.relu(nn.Dense(self.width, kernel_init=_HIDDEN, name=f"inject_{i}")(x))
+        return x
+
+
+def _head(body, n_outputs: int, head_init_range: float | None, scale: float) -> _Head:
+    """A head whose outputs start small (``scale`` of the usual size), or uniform in a given range."""
+    init = (
+        nn.initializers.variance_scaling(scale**2, "fan_in", "uniform")
+        if head_init_range is None
+        else _symmetric_uniform(head_init_range)
+    )
+    return _Head(body, n_outputs, init)
+
+
+@gin.configurable(module="rl_trainers.models", denylist=["policy_distribution"])
+class Policy(nn.Module):
+    """A policy network, ``[R, *obs] -> dist_inputs [R, D]``.
+
+    Attributes:
+        policy_distribution: gives ``D``.
+        body: factory of the module under the head.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        head_init_range: bound of the head's initial weights; ``None`` for small ones.
+    """
+
+    policy_distribution: Any
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    head_init_range: float | None = None
+
+    def setup(self):
+        """Makes the submodules."""
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        body = self.body and call(self.body, mode="train")
+        self.policy = _head(body, self.policy_distribution.n_inputs, self.head_init_range, 0.01)
+
+    def __call__(self, x, mask=None):
+        """``dist_inputs [R, D]``."""
+        x = x if self.normalize is None else self.normalize(x, mask)
+        return self.policy(x)
+
+
+@gin.configurable(module="rl_trainers.models")
+class Value(nn.Module):
+    """A value network, ``[R, *obs] -> value [R]``; with actions ``[K, R, A]`` their values ``[K, R]``.
+
+    Actions come in after the body, by default as Trax puts them in: body and action each go through a
+    dense layer, are joined, and go through ``inject_actions_n_layers`` more.
+
+    Attributes:
+        body: factory of the module under the head.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        head_init_range: bound of the head's initial weights; ``None`` for the usual ones.
+        inject_actions_n_layers: dense layers over the joined features.
+        inject_actions_dim: units of each of them.
+        multiplicative_action_injection: join by ``x * tanh(a)`` instead of ``x + a``.
+        concatenate_actions: put actions beside the observation under the body instead.
+    """
+
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    head_init_range: float | None = None
+    inject_actions_n_layers: int = 1
+    inject_actions_dim: int = 64
+    multiplicative_action_injection: bool = False
+    concatenate_actions: bool = False
+
+    def setup(self):
+        """Makes the submodules."""
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        body = self.body and call(self.body, mode="train")
+        head = _head(body, 1, self.head_init_range, 1.0)
+        self.value = _ActionHead(
+            head.body,
+            1,
+            head.init,
+            self.inject_actions_n_layers,
+            self.inject_actions_dim,
+            self.multiplicative_action_injection,
+            self.concatenate_actions,
+        )
+
+    def __call__(self, x, mask=None, action=None):
+        """``value [R]``, or ``[K, R]`` of ``action [K, R, A]``."""
+        x = x if self.normalize is None else self.normalize(x, mask)
+        return self.value(x, action)[..., 0]
+
+
+@gin.configurable(module="rl_trainers.models", denylist=["n_actions"])
+class Quality(nn.Module):
+    """A network of the values of all actions of a ``Discrete`` space, ``[R, *obs] -> [R, n_actions]``.
+
+    Attributes:
+        n_actions: how many actions there are.
+        body: factory of the module under the head.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        head_init_range: bound of the head's initial weights; ``None`` for the usual ones.
+    """
+
+    n_actions: int
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    head_init_range: float | None = None
+
+    def setup(self):
+        """Makes the submodules."""
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        body = self.body and call(self.body, mode="train")
+        self.value = _head(body, self.n_actions, self.head_init_range, 1.0)
+
+    def __call__(self, x, mask=None):
+        """``[R, n_actions]``."""
+        return self.value(x if self.normalize is None else self.normalize(x, mask))
+
+
+@gin.configurable(module="rl_trainers.models", denylist=["policy_distribution"])
+class PolicyAndValue(nn.Module):
+    """A policy and a value network, ``[R, *obs] -> (dist_inputs [R, D], value [R])``.
+
+    Its parameters are ``{'shared', 'policy', 'value'}``; ``'shared'`` is missing if ``joint`` is false.
+
+    Attributes:
+        policy_distribution: gives ``D``.
+        body: factory of the module under the heads.
+        normalizer: factory of a module such as :class:`Normalize`, or ``None``.
+        joint: whether both heads stand on one body; if not, each has a body of its own.
+        head_init_range: bound of the policy head's initial weights; ``None`` for small ones.
+        value_body: factory of the value network's own body, if it is another one.
+        value_head_init_range: bound of the value head's initial weights; ``None`` for the usual ones.
+    """
+
+    policy_distribution: Any
+    body: Callable | None = MLP
+    normalizer: Callable | None = None
+    joint: bool = True
+    head_init_range: float | None = None
+    value_body: Callable | None = None
+    value_head_init_range: float | None = None
+
+    def setup(self):
+        """Makes the submodules."""
+        self.normalize = self.normalizer and call(self.normalizer, mode="train")
+        bodies = [self.body] if self.joint else [self.body, self.value_body or self.body]
+        made = [body and call(body, mode="train") for body in bodies]
+        self.shared = made[0] if self.joint else None
+        policy_body, value_body = (None, None) if self.joint else made
+        n_inputs = self.policy_distribution.n_inputs
+        self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
+        self.value = _head(value_body, 1, self.value_head_init_range, 1.0)
+
+    def __call__(self, x, mask=None):
+        """``(dist_inputs [R, D], value [R])``."""
+        x = x if self.normalize is None else self.normalize(x, mask)
+        x = x if self.shared is None else self.shared(x)
+        return self.policy(x), self.value(x)[..., 0]
+
+
