@@ -43,8 +43,10 @@ from rl_trainers.policy_trainer import (  # noqa: E402
     PolicyGradient,
     PolicyTrainer,
 )
+from rl_trainers.sac import DDPG, SAC, TD3  # noqa: E402
 from rl_trainers.task import RLTask  # noqa: E402
 from rl_trainers.trainer import RLTrainer  # noqa: E402
+from rl_trainers.value_trainer import DQN, ValueTrainer  # noqa: E402
 
 __all__ = [
     "A2C",
@@ -53,6 +55,8 @@ __all__ = [
     "AWRJoint",
     "ActorCriticJointTrainer",
     "ActorCriticTrainer",
+    "DDPG",
+    "DQN",
     "ExamplePolicyTrainer",
     "ExpertIteration",
     "PPO",
@@ -61,6 +65,9 @@ __all__ = [
     "PolicyTrainer",
     "RLTask",
     "RLTrainer",
+    "SAC",
+    "TD3",
+    "ValueTrainer",
     "advantages",
     "create_distribution",
     "losses",

@@ -84,6 +84,16 @@ class Distribution(abc.ABC):
         nearest one within it.
         """
 
+    def sample_and_log_prob(self, inputs: Array, key: Array) -> tuple[PyTree, jax.Array]:
+        """A sample ``[.., *act]`` and its log density f32 ``[..]``; gradients flow through both.
+
+        Args:
+            inputs: f32 ``[.., D]``.
+            key: PRNG key, used up.
+        """
+        action = self.sample(inputs, key)
+        return action, self.log_prob(inputs, action)
+
     @abc.abstractmethod
     def entropy(self, inputs: Array) -> jax.Array:
         """Entropy in nats, f32 ``[..]``, of the distributions at ``inputs [.., D]``."""
@@ -379,6 +389,15 @@ class Gaussian(Distribution):
         squashed = distrax.Transformed(gaussian, distrax.Block(distrax.Tanh(), 1))
         return squashed.log_prob(jnp.clip(action, -_INSIDE, _INSIDE))
 
+    def sample_and_log_prob(self, inputs: Array, key: Array) -> tuple[jax.Array, jax.Array]:
+        """See :meth:`Distribution.sample_and_log_prob`; exact near the bounds too."""
+        mean, std = self._mean_and_std(inputs)
+        u = mean + std * jax.random.normal(key, mean.shape)
+        log_prob = distrax.Independent(distrax.Normal(mean, std), 1).log_prob(u)
+        if self._squash:
+            log_prob -= distrax.Block(distrax.Tanh(), 1).forward_log_det_jacobian(u)
+        return self._stored(u), log_prob
+
     def entropy(self, inputs: Array) -> jax.Array:
         """See :meth:`Distribution.entropy`; of the stored action."""
         entropy = self._gaussian(inputs).entropy()
@@ -418,6 +437,38 @@ class Gaussian(Distribution):
         half = 0.5 * high - 0.5 * low
         share = (wide - (0.5 * low + 0.5 * high)) / np.where(half > 0, half, 1)
         return _cast(share.clip(-1, 1), np.dtype(np.float32))
+
+
+class Deterministic(Gaussian):
+    """The tanh of its inputs as the action, with Gaussian noise of constant ``std`` to explore by.
+
+    The stored action is clipped to [-1, 1], and mapped to the bounds as a squashed Gaussian's. Densities and
+    entropies are those of the noise before it is clipped.
+    """
+
+    def sample(self, inputs: Array, key: Array, temperature: Any = 1.0) -> jax.Array:
+        """See :meth:`Distribution.sample`; f32 ``[.., *act]``."""
+        action = self.mode(inputs)
+        noise = jax.random.normal(key, action.shape)
+        return jnp.clip(action + temperature * self._std * noise, -1.0, 1.0)
+
+    def _gaussian(self, inputs: Array) -> distrax.Independent:
+        mean = jnp.tanh(self._checked(inputs))
+        return distrax.Independent(distrax.Normal(mean, jnp.full_like(mean, self._std)), 1)
+
+    def log_prob(self, inputs: Array, action: Array) -> jax.Array:
+        """See :meth:`Distribution.log_prob`; per unit of the stored action."""
+        action = jnp.asarray(action, jnp.float32)
+        flat = action.reshape(action.shape[: action.ndim - len(self._shape)] + (self._n_dims,))
+        return self._gaussian(inputs).log_prob(flat)
+
+    def sample_and_log_prob(self, inputs: Array, key: Array) -> tuple[jax.Array, jax.Array]:
+        """See :meth:`Distribution.sample_and_log_prob`."""
+        return Distribution.sample_and_log_prob(self, inputs, key)
+
+    def entropy(self, inputs: Array) -> jax.Array:
+        """See :meth:`Distribution.entropy`."""
+        return self._gaussian(inputs).entropy()
 
 
 class Product(Distribution):

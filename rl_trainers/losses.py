@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from rl_trainers.types import PyTree
 
@@ -190,3 +191,49 @@ def preferred_move(mode: PyTree, mask: jax.Array) -> jax.Array:
     """
     leaves = [x.reshape(*mask.shape, -1).astype(jnp.float32) for x in jax.tree.leaves(mode)]
     return jnp.concatenate(leaves, -1).mean(-1)
+
+
+def huber_loss(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
+    """E[h(V - target)], h(x) = x^2 / 2 within [-1, 1] and |x| - 1/2 outside; no gradient through the target.
+
+    Huber 1964, https://doi.org/10.1214/aoms/1177703732, eq. 3.5, as in Mnih et al. 2015.
+    """
+    return masked_mean(optax.huber_loss(value, jax.lax.stop_gradient(target)), mask)
+
+
+def greedy_value(q: jax.Array, q_choice: jax.Array) -> jax.Array:
+    """Q(s, argmax_a Q'(s, a)), f32 ``[..]``.
+
+    With Q' = Q it is the maximum; with Q' of other parameters, double Q-learning (van Hasselt et al. 2016,
+    https://arxiv.org/abs/1509.06461, eq. 4).
+
+    Args:
+        q: f32 ``[.., A]``, what values the choice.
+        q_choice: f32 ``[.., A]``, what chooses.
+    """
+    choice = jnp.argmax(q_choice, axis=-1, keepdims=True)
+    return jnp.take_along_axis(q, choice, axis=-1)[..., 0]
+
+
+def soft_value(q: jax.Array, log_prob: jax.Array, weight: jax.Array, alpha: jax.Array) -> jax.Array:
+    """E_a[Q(s, a) - alpha log pi(a|s)], f32 ``[N, L]``.
+
+    Haarnoja et al. 2018, https://arxiv.org/abs/1801.01290, eq. 3; with alpha 0, the plain expectation.
+
+    Args:
+        q: f32 ``[K, N, L]`` of ``K`` actions.
+        log_prob: f32 ``[K, N, L]``.
+        weight: f32 ``[K, N, L]``, the share of each action, sum 1 over ``K``.
+        alpha: f32 ``[]``, the temperature.
+    """
+    return jnp.sum(weight * (q - alpha * log_prob), axis=0)
+
+
+def temperature_loss(
+    log_alpha: jax.Array, entropy: jax.Array, target_entropy: float | jax.Array
+) -> jax.Array:
+    """log(alpha) (H - H_target), f32 ``[]``: alpha rises while the entropy H is below its target.
+
+    Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, eq. 18, with log(alpha) in place of alpha.
+    """
+    return log_alpha * jax.lax.stop_gradient(entropy - target_entropy)

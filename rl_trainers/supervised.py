@@ -88,7 +88,7 @@ class Trainer:
         self._loss_fn = loss_fn
         self._trains = trains
         self._optimizer, self._schedule = optimizers.resolve(optimizer, lr_schedule)
-        self._eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
+        self.eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
         self.clip_grad_norm = self._optimizer.clip_grad_norm
 
     def _split(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -204,7 +204,7 @@ class Trainer:
             state, metrics = self.update(state, take(x), {**mine, "learning_rate": rate}, hparams)
             return state, jax.tree.map(lambda m: m * weight, metrics)
 
-        steps = (xs, mine["learning_rate"], jnp.asarray(self._eval_weights))
+        steps = (xs, mine["learning_rate"], jnp.asarray(self.eval_weights))
         state, metrics = jax.lax.scan(step, state, steps)
         return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
 

@@ -155,6 +155,16 @@ class RLTask:
         )
         return replay_lib.create(example, rows)
 
+    def set_distribution(self, distribution: Any) -> None:
+        """Puts another distribution in place of :attr:`distribution`, and stored actions into its form."""
+        rows = replay_lib.to_rows(self.replay)
+        before, self.distribution = self.distribution, distribution
+        steps = rows[0]
+        action = jax.tree.map(np.asarray, distribution.from_env(before.to_env(steps.action)))
+        inputs = np.full((*steps.mask.shape, distribution.n_inputs), np.nan, np.float32)
+        steps = steps._replace(action=action, dist_inputs=inputs)
+        self.replay = replay_lib.from_rows((steps, *rows[1:]), self.replay.capacity)
+
     @functools.cached_property
     def eval_env(self) -> HostEnv:
         """For evaluation only, without the task's time limit; made at the first use."""
@@ -174,6 +184,7 @@ class RLTask:
         unroll_length: int | None = None,
         n_trajectories: int | None = None,
         n_interactions: int | None = None,
+        env: Any = None,
     ) -> tuple[Rollout, Episodes]:
         """Steps the environments; the replay does not change.
 
@@ -183,6 +194,7 @@ class RLTask:
             n_trajectories: trajectories to finish, or
             n_interactions: decisions to take. With ``B`` environments the last vector step may bring up to
                 ``B - 1`` more of either.
+            env: what to step in place of :attr:`env`, if something stands before it.
 
         Returns:
             ``(rollout, episodes)``. With ``unroll_length`` the rollout is ``[unroll_length, B]``,
@@ -194,7 +206,8 @@ class RLTask:
         _check_exactly_one(
             unroll_length=unroll_length, n_trajectories=n_trajectories, n_interactions=n_interactions
         )
-        return self._collect(self.env, act, self.max_steps, unroll_length, n_trajectories, n_interactions)
+        counts = unroll_length, n_trajectories, n_interactions
+        return self._collect(self.env if env is None else env, act, self.max_steps, *counts)
 
     def add(self, rollout: Rollout, epoch: int) -> None:
         """Puts a rollout into the replay; epochs older than the newest ``n_replay_epochs`` go.

@@ -51,6 +51,8 @@ class RLTrainer:
     collect_temperature = 1.0
     """Temperature at which training data are collected."""
 
+    _saved_parts: tuple[str, ...] = ("train", "task", "loop")
+
     def __init__(
         self,
         task: RLTask,
@@ -260,10 +262,12 @@ class RLTrainer:
         quickly = {"xla_backend_optimization_level": 0}
         params, model_state = jax.jit(init, compiler_options=quickly)(key_params, example)
         opt_state = {trainer.name: trainer.init(params) for trainer in trainers}
-        self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
+        self.state = TrainState(
+            params, model_state, opt_state, key_train, jnp.int32(0), self._targets(params)
+        )
         distribution = self.task.distribution
 
-        @_jit
+        @compiled
         def act(params, model_state, observation, key, temperature):
             apply = self.policy_apply
             action, _, key = rollout.act(
@@ -272,13 +276,17 @@ class RLTrainer:
             return action, key
 
         self._act = act
-        self._dist_inputs = _jit(self.policy_apply)
-        self._learn = _jit(self.learn, donate_argnums=0)
-        self._gather = _jit(self.gather)
-        self._make_rows = _jit(self._rows)
+        self._dist_inputs = compiled(self.policy_apply)
+        self._learn = compiled(self.learn, donate_argnums=0)
+        self._gather = compiled(self.gather)
+        self._make_rows = compiled(self._rows)
         self._policy_key = jax.random.fold_in(key_train, 1)
         if self.output_dir is not None:
             self._resume(self.output_dir)
+
+    def _targets(self, params: PyTree) -> PyTree:
+        """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
+        return ()
 
     def hparams(self) -> dict[str, Any]:
         """Numbers of the next epoch that are arguments of the compiled step."""
@@ -353,12 +361,9 @@ class RLTrainer:
 
     def _run_epoch(self) -> dict[str, float]:
         start = time.perf_counter()
-        data, fresh, episodes = self._collect()
-        collected = time.perf_counter()
-        loss_metrics = self.train_epoch(data)
+        episodes, fresh, result = self._collect_and_train()
         if fresh is not None and jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, fresh))
-        trained = time.perf_counter()
         self._epoch += 1
         self._recent.extend(episodes.returns)
         self._avg_returns.append(_mean(episodes.returns))
@@ -374,16 +379,28 @@ class RLTrainer:
             "recent_return": _mean(self._recent),
             "avg_length": _mean(episodes.lengths),
             "n_trajectories": len(episodes.returns),
-            "collect_s": collected - start,
-            "train_s": trained - collected,
             "compilations": metrics.compilations().programs,
             "compile_s": metrics.compilations().seconds,
             **evaluation,
-            **loss_metrics,
+            **result,
         }
         if self._writer is not None:
             self._writer.write(record)
         return record
+
+    def _collect_and_train(self) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
+        """One epoch's collection and training.
+
+        Returns:
+            ``(episodes, fresh, record)``: the episodes that ended, what the models' statistics have not
+            taken in yet, and the seconds and metrics for the epoch's record.
+        """
+        start = time.perf_counter()
+        data, fresh, episodes = self._collect()
+        collected = time.perf_counter()
+        result = self.train_epoch(data)
+        seconds = {"collect_s": collected - start, "train_s": time.perf_counter() - collected}
+        return episodes, fresh, {**seconds, **result}
 
     def _collect(self) -> tuple[Rollout, Rollout | None, rollout.Episodes]:
         """Steps the environments with the current policy and stores what happened.
@@ -554,7 +571,7 @@ class RLTrainer:
             ValueError: if the checkpoint does not fit this trainer, for example because its networks have
                 other shapes.
         """
-        target = {"train": self.state, "task": checkpoint.ANY, "loop": checkpoint.ANY}
+        target = {**dict.fromkeys(self._saved_parts, checkpoint.ANY), "train": self.state}
         found = checkpoint.restore(directory, target)
         if found is None:
             return False
@@ -583,7 +600,7 @@ class RLTrainer:
 
 
 # LLVM's third level takes a fifth longer to compile the update and makes it no faster.
-_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
 
 
 class _Interrupt:

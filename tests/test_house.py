@@ -16,10 +16,10 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"types"},
     {"distributions", "advantages", "losses", "models", "optimizers"},
-    {"rollout", "supervised", "replay", "envs", "checkpoint", "metrics"},
+    {"rollout", "supervised", "replay", "ring", "envs", "checkpoint", "metrics"},
     {"trajectory"},
     {"task"},
-    {"trainer", "policy_trainer", "value_trainer", "actor_critic", "joint"},
+    {"trainer", "off_policy", "policy_trainer", "value_trainer", "actor_critic", "joint", "sac"},
     {"drivers"},
     {"trax_compat", "cli"},
 ]

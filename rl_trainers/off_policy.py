@@ -1,0 +1,480 @@
+"""The loop of trainers that learn from single steps drawn at random, while they act.
+
+An epoch's optimizer steps are spread evenly over its vector steps. For each vector step there is one
+compiled call, :meth:`OffPolicyTrainer.advance`: it stores what happened, draws, learns, and acts.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rl_trainers import advantages, models, optimizers, ring, rollout
+from rl_trainers.supervised import Trainer
+from rl_trainers.task import RLTask
+from rl_trainers.trainer import RLTrainer, compiled
+from rl_trainers.types import Batch, EnvInfo, PyTree, Rollout, TimeStep, TrainState
+
+
+class Event(NamedTuple):
+    """What one vector step brought, and what to act with.
+
+    Attributes:
+        facts: f32 ``[B, 6]``, see :func:`rl_trainers.ring.pack`.
+        action: ``[B, *act]`` as sampled.
+        observation: ``[B, *obs]`` what followed, and what the next action is for.
+        key: u32 ``[2]``, to act with.
+        row: i32 ``[]``, which of the :class:`Draws` the next action may come from.
+        update: i32 ``[]``, optimizer steps taken before in this epoch.
+    """
+
+    facts: Any
+    action: PyTree
+    observation: PyTree
+    key: Any
+    row: Any
+    update: Any
+
+
+class Draws(NamedTuple):
+    """Random actions for many vector steps, drawn at once because one at a time costs more.
+
+    Attributes:
+        at_random: bool ``[T, B]``, where to take them instead of the policy's.
+        action: ``[T, B, *act]``.
+    """
+
+    at_random: jax.Array
+    action: PyTree
+
+
+class OffPolicyTrainer(RLTrainer):
+    """Acts and learns in turn, with a replay on the device and target parameters. Abstract.
+
+    Subclasses implement :meth:`policy_apply`, :meth:`make_batch` and :meth:`gather`, all traced.
+    """
+
+    on_policy = False
+    _saved_parts = ("train", "task", "loop", "replay")
+
+    def __init__(
+        self,
+        task: RLTask,
+        batch_size: int = 64,
+        train_steps_per_epoch: int | None = None,
+        target_sync: int = 1,
+        target_tau: float = 1.0,
+        n_step: int = 1,
+        advantage_estimator: Callable = advantages.td_k,
+        *,
+        n_trajectories_per_epoch: int | None = None,
+        n_interactions_per_epoch: int | None = None,
+        n_replay_epochs: int | None = None,
+        replay_capacity: int = 100_000,
+        initial_collect_steps: int = 100,
+        exploration_rate: Any = 0.0,
+        exploration_interval: str = "epoch",
+        **kwargs,
+    ):
+        """Configures the loop.
+
+        Args:
+            task: the environment to train on; its initial trajectories go into the replay.
+            batch_size: ``N``, steps in a batch.
+            train_steps_per_epoch: optimizer steps per epoch; ``None`` for one per vector step, or 500 if the
+                epoch is counted in trajectories. Those come after the collection.
+            target_sync: optimizer steps between two updates of the target parameters.
+            target_tau: share of the current parameters in an update of the target parameters, in (0, 1].
+            n_step: rewards before the value of what follows.
+            advantage_estimator: factory of an estimator over ``n_step`` rows, see
+                :mod:`rl_trainers.advantages`.
+            n_trajectories_per_epoch: trajectories to collect per epoch.
+            n_interactions_per_epoch: vector rows times environments to collect per epoch; 1000 if neither of
+                the two is given.
+            n_replay_epochs: the replay holds as many epochs of ``n_interactions_per_epoch``.
+            replay_capacity: decisions that the replay holds, if ``n_replay_epochs`` is not given.
+            initial_collect_steps: decisions to take at random before learning begins; initial trajectories
+                count.
+            exploration_rate: share of random actions, a number or a schedule as for learning rates.
+            exploration_interval: ``'epoch'`` or ``'step'``, what the schedule counts: epochs or decisions,
+                both from 1.
+            **kwargs: the other arguments of :class:`rl_trainers.trainer.RLTrainer`.
+
+        Raises:
+            ValueError: if arguments contradict one another or are out of range.
+        """
+        num_envs = task.env.num_envs
+        collected = (n_trajectories_per_epoch, n_interactions_per_epoch, kwargs.get("collect_per_epoch"))
+        if all(count is None for count in collected):
+            n_interactions_per_epoch = -(-1000 // num_envs) * num_envs
+        super().__init__(
+            task,
+            n_trajectories_per_epoch=n_trajectories_per_epoch,
+            n_interactions_per_epoch=n_interactions_per_epoch,
+            **kwargs,
+        )
+        for name, value in {"batch_size": batch_size, "target_sync": target_sync, "n_step": n_step}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1; nearest valid value: 1")
+        if not 0 < target_tau <= 1:
+            raise ValueError(f"target_tau={target_tau} must lie in (0, 1]; nearest valid value: 1")
+        if exploration_interval not in ("epoch", "step"):
+            raise ValueError(f"exploration_interval={exploration_interval!r} must be 'epoch' or 'step'")
+        self._n_rows = (self.n_interactions_per_epoch or 0) // num_envs
+        if n_replay_epochs is not None and self._n_rows:
+            replay_capacity = n_replay_epochs * self._n_rows * num_envs
+        self.batch_size = batch_size
+        self.train_steps_per_epoch = train_steps_per_epoch or self._n_rows or 500
+        self.n_step = n_step
+        self.target_sync = target_sync
+        self.target_tau = target_tau
+        self.initial_collect_steps = max(initial_collect_steps, n_step * num_envs)
+        self._exploration = optimizers.resolve_schedule(exploration_rate)
+        self._explores_by_epoch = exploration_interval == "epoch"
+        self._estimator = models.call(advantage_estimator, gamma=task.gamma, margin=n_step)
+        self._frames = getattr(task, "frames", None)
+        self._metric_names: list[str] = []
+        self._ring = self._initial_ring(max(replay_capacity // num_envs, 2 * n_step))
+        self._n_updates = 0
+
+    def _initial_ring(self, capacity: int) -> ring.Ring:
+        """What the task has stored, and then the environments' present observations."""
+        data, size = self._stored(), self.task.replay.size
+        after = jax.tree.map(lambda x: np.zeros_like(x[:1]), data.steps)
+        last = jax.tree.map(lambda x: x[None], data.last_observation)
+        steps = jax.tree.map(
+            lambda *x: np.concatenate(x), data.steps, after._replace(observation=last)
+        )
+        # One row more, without a decision, holds the successor of the last one.
+        steps = jax.tree.map(lambda x: x[: size + 1 if size else 0], steps)
+        steps = steps._replace(dist_inputs=None, return_=None, policy_state=())
+        return ring.create(steps, self._see(self.task.actor.observation), capacity, self._frames)
+
+    # What subclasses use; traced.
+
+    def td_target(self, data: Rollout, values: jax.Array) -> jax.Array:
+        """Value targets of the first rows.
+
+        Args:
+            data: facts ``[n_step, N]``.
+            values: f32 ``[n_step, N]`` of the successors of the rows.
+
+        Returns:
+            f32 ``[N]``.
+        """
+        values = jnp.concatenate([jnp.zeros_like(values[:1]), values])
+        return self._estimator(data.steps, values, jnp.ones_like(data.steps.mask))[0]
+
+    def successors(self, data: Rollout) -> PyTree:
+        """The observations ``[n_step, N, *obs]`` after each row."""
+        return jax.tree.map(
+            lambda x, last: jnp.concatenate([x[1:], last[None]]),
+            data.steps.observation,
+            data.last_observation,
+        )
+
+    # The compiled functions.
+
+    def advance(
+        self,
+        n_updates: int,
+        state: TrainState,
+        replay: ring.Ring,
+        totals: jax.Array,
+        event: Event,
+        draws: Draws,
+        hparams: dict,
+    ) -> tuple[ring.Ring, TrainState, jax.Array, PyTree, jax.Array]:
+        """Stores what happened, draws and learns, and acts.
+
+        Args:
+            n_updates: optimizer steps to take; static.
+            state: consumed.
+            replay: consumed.
+            totals: consumed; see :meth:`learn_steps`.
+            event: what happened.
+            draws: random actions.
+            hparams: see :meth:`hparams`.
+
+        Returns:
+            ``(replay, state, totals, action [B, *act], key)``. The replay comes first because XLA looks at
+            results in their order: if it met the reads before the write, it would copy the replay.
+        """
+        replay = ring.add(replay, event.action, event.facts, event.observation, self._frames)
+        state, totals = self.learn_steps(n_updates, state, replay, totals, event.update, hparams)
+        action, key = self.explore(state, event, draws)
+        return replay, state, totals, action, key
+
+    def learn_steps(
+        self,
+        n_updates: int,
+        state: TrainState,
+        replay: ring.Ring,
+        totals: jax.Array,
+        update: jax.Array,
+        hparams: dict,
+    ) -> tuple[TrainState, jax.Array]:
+        """Draws and learns.
+
+        Args:
+            n_updates: optimizer steps to take; static.
+            state: consumed.
+            replay: what to draw from.
+            totals: consumed; sums of weighted metrics over the epoch and of the weights, f32 ``[M + 1]``.
+            update: i32 ``[]``, steps taken before in this epoch.
+            hparams: see :meth:`hparams`.
+
+        Returns:
+            ``(state, totals)``.
+        """
+
+        def step(i, carry):
+            state, totals = carry
+            key, key_sample, key_step = jax.random.split(state.key, 3)
+            data = ring.sample(key_sample, replay, self.batch_size, self.n_step, self._frames)
+            numbers = {**hparams, "update": i, "key": key_step}
+            state, metrics = self.learn_step(state._replace(key=key), data, numbers)
+            self._metric_names = list(metrics)
+            values = jnp.stack([*metrics.values(), jnp.float32(1.0)])
+            return state, totals + hparams["eval_weights"][i] * values
+
+        if n_updates == 0:
+            return state, totals
+        if n_updates == 1:  # A loop would copy the state at its start and end.
+            return step(update, (state, totals))
+        return jax.lax.fori_loop(update, update + n_updates, step, (state, totals))
+
+    def learn_step(
+        self, state: TrainState, data: Rollout, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """One optimizer step of every supervised trainer, then one of the target parameters.
+
+        Args:
+            state: consumed.
+            data: facts ``[n_step, N]``.
+            hparams: see :meth:`hparams`; and ``key``, and ``update`` i32, the steps before in this epoch.
+
+        Returns:
+            ``(state, metrics)``, metrics f32 scalars.
+        """
+        key_batch, key_loss = jax.random.split(hparams["key"])
+        batch = self.make_batch(state, data, {**hparams, "key": key_batch})
+        metrics: dict[str, jax.Array] = {}
+        for trainer in self._trainers:
+            numbers = {**hparams, "key": key_loss, **metrics}
+            state, result = self.take_step(trainer, state, batch, numbers)
+            metrics.update(result)
+        return self._sync(state, hparams), metrics
+
+    def take_step(
+        self, trainer: Trainer, state: TrainState, batch: Batch, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """One optimizer step of one supervised trainer; ``hparams`` has the metrics of those before it."""
+        mine = hparams[trainer.name]
+        mine = {**mine, "learning_rate": mine["learning_rate"][hparams["update"]]}
+        return trainer.update(state, batch, mine, hparams)
+
+    def _sync(self, state: TrainState, hparams: dict) -> TrainState:
+        old = state.target_params
+        new = {name: state.params[name] for name in old}
+        if self.target_tau < 1:
+            new = optax.incremental_update(new, old, self.target_tau)
+        if self.target_sync > 1:
+            count = hparams["updates_before"] + hparams["update"] + 1
+            new = optax.periodic_update(new, old, count, self.target_sync)
+        return state._replace(target_params=new)
+
+    def explore(
+        self, state: TrainState, event: Event, draws: Draws
+    ) -> tuple[PyTree, jax.Array]:
+        """Acts at the collecting temperature, or at random where the draws say so.
+
+        Returns:
+            ``(action [B, *act], key)``.
+        """
+        key, distribution = event.key, self.task.distribution
+        inputs = self.policy_apply(state.params, state.model_state, event.observation)
+        if self.collect_temperature:
+            key, key_act = jax.random.split(key)
+            chosen = distribution.sample(inputs, key_act, self.collect_temperature)
+        else:
+            chosen = distribution.mode(inputs)
+
+        at_random = draws.at_random[event.row]
+
+        def select(x, y):
+            return jnp.where(at_random.reshape(-1, *[1] * (y.ndim - 1)), x[event.row], y)
+
+        return jax.tree.map(select, draws.action, chosen), key
+
+    def draw(self, key: jax.Array, rates: jax.Array) -> tuple[Draws, jax.Array]:
+        """Draws actions for vector steps with given shares of random ones, f32 ``[T]``; and a new key."""
+        key, key_choice, key_action = jax.random.split(key, 3)
+        shape = len(rates), self.task.env.num_envs
+        at_random = jax.random.uniform(key_choice, shape) < rates[:, None]
+        inputs = jnp.zeros((*shape, self.task.distribution.n_inputs))
+        return Draws(at_random, self.task.distribution.sample(inputs, key_action)), key
+
+    # The loop.
+
+    def _start(
+        self, init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]], trainers: list[Trainer]
+    ) -> None:
+        self._advance = compiled(self.advance, static_argnums=0, donate_argnums=(1, 2, 3))
+        self._learn_steps = compiled(self.learn_steps, static_argnums=0, donate_argnums=(1, 3))
+        self._explore = compiled(self.explore)
+        self._draw = compiled(self.draw)
+        super()._start(init, trainers)
+        arguments = self.state, self._ring, np.zeros(()), np.int32(0), self.hparams()
+        jax.eval_shape(functools.partial(self.learn_steps, 1), *arguments)
+
+    def hparams(self) -> dict[str, Any]:
+        """Numbers of the next epoch that are arguments of the compiled step."""
+        values: dict[str, Any] = {name: np.float32(getattr(self, name)) for name in self.hyperparameters}
+        for trainer in self._trainers:
+            values[trainer.name] = trainer.hparams(self._n_updates)
+        values["updates_before"] = np.int32(self._n_updates)
+        values["eval_weights"] = self._trainers[0].eval_weights
+        return values
+
+    def _collect_and_train(self) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
+        start = time.perf_counter()
+        learner = _Learner(self)
+        data: Rollout | None = None
+        if self.only_eval:
+            episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
+        elif self._n_rows:
+            data, episodes = self.task.collect(learner.act, unroll_length=self._n_rows, env=learner)
+        else:
+            n = self.n_trajectories_per_epoch
+            data, episodes = self.task.collect(learner.act, n_trajectories=n, env=learner)
+        metrics = learner.finish()
+        seconds = time.perf_counter() - start
+        seen = None if data is None else self._see_rollout(data)
+        return episodes, seen, {"collect_s": seconds, "train_s": seconds, **metrics}
+
+    def exploration_rates(self) -> np.ndarray:
+        """Share of random actions at each vector step of the next epoch, f32 ``[T]``.
+
+        An epoch that is counted in trajectories has 1000 of them, which come round again.
+        """
+        rows, num_envs = self._n_rows or 1000, self.task.env.num_envs
+        if self._explores_by_epoch:
+            rates = np.repeat(optimizers.learning_rates(self._exploration, self._epoch, 1), rows)
+        else:
+            before = self.task.n_interactions()
+            rates = optimizers.learning_rates(self._exploration, before, rows * num_envs)[::num_envs]
+        first = -(-self.n_random_left() // num_envs)
+        return np.where(np.arange(rows) < first, np.float32(1.0), rates)
+
+    def n_random_left(self) -> int:
+        """Decisions that are still to be taken at random before learning begins."""
+        known = self.task.n_initial_interactions + self.task.n_interactions()
+        return max(0, self.initial_collect_steps - known)
+
+    def updates_after(self, row: int) -> int:
+        """Optimizer steps that the epoch has after its vector step ``row``, counted from 0."""
+        return (row + 1) * self.train_steps_per_epoch // self._n_rows if self._n_rows else 0
+
+    # Saving and continuing.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run: arrays and numbers only."""
+        rows = jax.tree.leaves(ring.to_rows(self._ring))
+        stored = {f"ring_{i}": x for i, x in enumerate(rows)}
+        return {**super().state_dict(), "replay": {"n_updates": np.int64(self._n_updates), **stored}}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned."""
+        super().load_state_dict(tree)
+        self._n_updates = int(tree["replay"]["n_updates"])
+        like, structure = jax.tree.flatten(self._ring[:4])
+        leaves = [np.asarray(tree["replay"][f"ring_{i}"]) for i in range(len(like))]
+        made = ring.from_rows(jax.tree.unflatten(structure, leaves), self._ring.capacity)
+        observation = self._see(self.task.actor.observation)
+        self._ring = ring.restart(made, observation, self._frames)
+
+
+class _Learner:
+    """Stands between ``unroll_host`` and the environments, as its ``act`` and as its ``env``.
+
+    It learns whenever it is asked for an action. The trainer's state is replaced at every call, so that
+    an exception in an environment loses nothing.
+    """
+
+    def __init__(self, trainer: OffPolicyTrainer):
+        task = trainer.task
+        self._trainer, self._env, self._hook = trainer, task.env, task.timestep_to_np
+        self._hparams = jax.device_put(trainer.hparams())
+        self._totals = jnp.zeros(len(trainer._metric_names) + 1)
+        self._rates = trainer.exploration_rates()
+        self._first = -(-trainer.n_random_left() // task.env.num_envs)
+        self._row, self._update = 0, 0
+        self._observation: PyTree = None
+        self._action: PyTree = None
+        self._outcome: tuple | None = None
+
+    def act(self, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
+        """Learns from what happened since the last call, and chooses actions."""
+        if self._row % len(self._rates) == 0:
+            self._draws, key = self._trainer._draw(key, self._rates)
+        key = self._next(observation, key)
+        self._observation, self._mask = observation, ~needs_reset
+        self._row += 1
+        return self._action, None, policy_state, key
+
+    def step(self, action: PyTree) -> tuple:
+        """Steps the environments."""
+        self._outcome = self._env.step(action)
+        return self._outcome
+
+    def finish(self) -> dict[str, float]:
+        """Learns from the last step too, and takes the epoch's other optimizer steps; mean metrics."""
+        trainer = self._trainer
+        if self._outcome is not None:
+            # The action that comes with it is not taken: the next epoch chooses anew.
+            self._next(self._outcome[0], trainer.task.actor.key)
+        if self._outcome is None or not trainer._n_rows:
+            n_updates, update = trainer.train_steps_per_epoch, np.int32(0)
+            trainer.state, self._totals = trainer._learn_steps(
+                n_updates, trainer.state, trainer._ring, self._totals, update, self._hparams
+            )
+            trainer._n_updates += n_updates
+        *totals, weight = np.asarray(self._totals, np.float64)
+        means = np.array(totals) / (weight or np.nan)
+        return dict(zip(trainer._metric_names, means.tolist(), strict=True))
+
+    def _next(self, observation: PyTree, key: Any) -> Any:
+        """Chooses the next action, and learns from the last one if there was one; returns a new key."""
+        trainer, seen = self._trainer, self._trainer._see(observation)
+        row, update = np.int32(self._row % len(self._rates)), np.int32(self._update)
+        if self._outcome is None:
+            event = Event(None, None, seen, key, row, update)
+            self._action, key = trainer._explore(trainer.state, event, self._draws)
+            return key
+        n_updates = 0
+        if self._row > self._first:
+            n_updates = trainer.updates_after(self._row - 1) - trainer.updates_after(self._row - 2)
+        event = Event(self._facts(), self._action, seen, key, row, update)
+        trainer._ring, trainer.state, self._totals, self._action, key = trainer._advance(
+            n_updates, trainer.state, trainer._ring, self._totals, event, self._draws, self._hparams
+        )
+        self._update += n_updates
+        trainer._n_updates += n_updates
+        return key
+
+    def _facts(self) -> np.ndarray:
+        _, reward, terminated, truncated, info = self._outcome  # type: ignore[misc]
+        mask = self._mask.astype(np.float32)
+        ones = np.ones_like(mask)
+        masks = EnvInfo(*(np.asarray(info.get(name, ones), np.float32) for name in EnvInfo._fields))
+        reward = reward * mask
+        steps = TimeStep(self._observation, None, reward, terminated, truncated, mask, env_info=masks)
+        return ring.pack(steps if self._hook is None else self._hook(steps))
