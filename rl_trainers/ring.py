@@ -2,7 +2,8 @@
 
 It has the layout of :mod:`rl_trainers.replay`: rows in time order, one column per environment, the successor
 of a row is the next one, and the row after the newest one is the *open row*, which holds the newest
-observation. The numbers of a step are kept in one array, since each array costs a gather, a scatter and an argument.
+observation. The numbers of a step are kept in one array, since each array costs a gather, a write and an
+argument.
 """
 
 from __future__ import annotations
@@ -87,7 +88,6 @@ def create(
     steps = jax.tree.map(lambda x: x[-capacity:], steps)
     row = np.arange(len(steps.mask) + 1)[:, None]
     begins = np.concatenate([np.ones_like(steps.mask[:1], shape=(1, steps.mask.shape[1])), 1 - steps.mask])
-    begins[-1] = 1
     position = row - np.maximum.accumulate(np.where(begins > 0, row, 0), axis=0)
 
     def with_open_row(x, new=None):
