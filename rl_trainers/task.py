@@ -60,7 +60,7 @@ class RLTask:
         timestep_to_np: maps a :class:`TimeStep` with any leading axes to what models see, for example with
             other observations. The replay keeps what the environment gave.
         num_stacked_frames: the newest observations to stack into one, along a new first axis (the last one
-            with ``dm_suite``).
+            with ``dm_suite``). The replay keeps each frame once.
         n_replay_epochs: the newest epochs that the replay keeps.
         num_envs: ``B``, environments to step side by side.
         seed: everything random in the task follows from it.
@@ -112,6 +112,8 @@ class RLTask:
             raise ValueError(f"gamma is {gamma}; it must be in [0, 1]: {min(max(gamma, 0), 1)}?")
         _check_at_least(1, max_steps=max_steps, time_limit=time_limit, num_envs=num_envs)
         _check_at_least(1, n_replay_epochs=n_replay_epochs, num_stacked_frames=num_stacked_frames)
+        if num_stacked_frames > 256:
+            raise ValueError(f"num_stacked_frames is {num_stacked_frames}; it must be at most 256.")
         _check_at_least(0, seed=seed)
         _check_at_least(num_envs, capacity=capacity)
         self.gamma, self.max_steps = gamma, max_steps
@@ -138,6 +140,8 @@ class RLTask:
         )
         self.distribution = (action_distribution or create_distribution)(self.action_space)
         self._grows = capacity is None
+        axis = -1 if dm_suite and isinstance(env, str) else 0
+        self._frames = replay_lib.Frames(num_stacked_frames, axis)
         self.replay = self._empty_replay(1 if capacity is None else max(1, capacity // self.env.num_envs))
         self._n_trajectories = self._n_interactions = 0
         self.n_initial_interactions = self.n_eval_interactions = 0
@@ -153,7 +157,7 @@ class RLTask:
         example = TimeStep(
             self.actor.observation, action, ones, no, no, ones, inputs, env_info=EnvInfo(ones, ones)
         )
-        return replay_lib.create(example, rows)
+        return replay_lib.create(example, rows, self._frames)
 
     @functools.cached_property
     def eval_env(self) -> HostEnv:
@@ -365,7 +369,7 @@ class RLTask:
         """
         if self._grows:
             capacity = max(self.replay.capacity, self.replay.size + rows)
-            self.replay = replay_lib.from_rows(replay_lib.to_rows(self.replay), capacity)
+            self.replay = replay_lib.from_rows(replay_lib.to_rows(self.replay), capacity, self._frames)
 
     def set_n_replay_epochs(self, n_replay_epochs: int) -> None:
         """Changes how many of the newest epochs the replay keeps."""
@@ -514,8 +518,8 @@ class RLTask:
 
     def _load(self, arrays: Mapping[str, np.ndarray], start_epoch: int = 0) -> None:
         """Adds the trajectories of a file."""
-        rows = _unflatten("replay", self.replay[:3], arrays, 2)
-        stored = replay_lib.from_rows(rows, len(rows[2]))
+        rows = _unflatten("replay", self.replay[:4], arrays, 2)
+        stored = replay_lib.from_rows(rows, len(rows[2]), self._frames)
         epochs = [epoch for epoch in replay_lib.epoch_ids(stored) if epoch >= start_epoch]
         self._load_steps({epoch: list(replay_lib.trajectories(stored, epoch)) for epoch in epochs})
 
@@ -523,7 +527,7 @@ class RLTask:
         """Adds trajectories ``[S + 1, ..]`` whose last row has mask 0."""
         for epoch, steps in sorted(by_epoch.items()):
             if steps:
-                rollout = replay_lib.pack(steps, self.env.num_envs)
+                rollout = replay_lib.pack(steps, self.env.num_envs, self._frames)
                 replay_lib.end_running(self.replay)
                 self._store(rollout, epoch, None)
                 self._n_trajectories += len(steps)
@@ -596,7 +600,8 @@ class RLTask:
             raise ValueError(f"num_envs is {num_envs}; the state has {len(actor.needs_reset)}.")
         self._n_trajectories, self._n_interactions, *others = (int(x) for x in state["counts"])
         self.n_initial_interactions, self.n_eval_interactions, capacity = others
-        self.replay = replay_lib.from_rows(_unflatten("replay", self.replay[:3], state, 2), capacity)
+        rows = _unflatten("replay", self.replay[:4], state, 2)
+        self.replay = replay_lib.from_rows(rows, capacity, self._frames)
         self.rng.bit_generator.state = json.loads(state["rng"].tobytes())
         snapshot = _from_npz(state["env"].tobytes())
         if snapshot:
