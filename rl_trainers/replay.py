@@ -448,17 +448,17 @@ def _unstacked(replay: Replay, steps: TimeStep, last: PyTree) -> tuple[Any, Time
     if frames.depth == 1:
         return (), steps, last
     joined = jax.tree.map(lambda x, y: np.concatenate([x, y[None]]), steps.observation, last)
-    stacks = [_stack_first(x, 2, frames) for x in jax.tree.leaves(joined)]
-    axes = [tuple(range(2, x.ndim)) for x in stacks]
-    pairs = list(zip(stacks, axes, strict=True))
-    moved = np.all([(x[1:, :, :-1] == x[:-1, :, 1:]).all(axis) for x, axis in pairs], axis=0)
-    starts = np.all([(x[1:, :, :-1] == x[1:, :, -1:]).all(axis) for x, axis in pairs], axis=0)
-    if not (moved | starts).all():
-        t, b = np.argwhere(~(moved | starts))[0]
-        raise ValueError(
-            f"rollout: the {frames.depth} frames of row {t + 1}, environment {b}, are neither those of the "
-            "row before moved on by one nor all the same, as at the start of an episode."
-        )
+    moved = np.ones((len(steps.mask), steps.mask.shape[1]), bool)
+    for x in map(lambda x: _stack_first(x, 2, frames), jax.tree.leaves(joined)):
+        for i in range(frames.depth - 1):  # frame by frame, since NumPy is slow along a short last axis
+            moved &= (x[1:, :, i] == x[:-1, :, i + 1]).all(tuple(range(2, x.ndim - 1)))
+    t, b = np.nonzero(~moved)
+    for x in map(lambda x: _stack_first(x, 2, frames)[t + 1, b], jax.tree.leaves(joined)):
+        for wrong in np.flatnonzero((x != x[:, -1:]).any(tuple(range(1, x.ndim)))):
+            raise ValueError(
+                f"rollout: the {frames.depth} frames of row {t[wrong] + 1}, environment {b[wrong]}, are "
+                "neither those of the row before moved on by one nor all the same, as at an episode's start."
+            )
     row = np.arange(len(moved) + 1)[:, None]
     begin = np.concatenate([-replay.older[[replay.insert]].astype(int), np.where(moved, -256, row[1:])])
     older = (row - np.maximum.accumulate(begin)).clip(max=255)
