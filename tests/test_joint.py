@@ -249,7 +249,7 @@ class TestFirstUpdate:
         for _ in range(3):
             self.check(trainer)
         if model is NORMALIZED:
-            assert float(trainer.state.model_state["model_state"]["normalize"]["count"]) > 500
+            assert float(trainer.state.model_state["model_state"]["shared"]["normalize"]["count"]) > 500
         assert np.max(np.abs(self.ratios(trainer) - 1)) < 1e-5
 
     def test_actions_are_stored_as_sampled_and_clipped_for_the_environment(self):

@@ -38,6 +38,26 @@ def n_numbers(tree):
     return sum(x.size for x in jax.tree.leaves(tree))
 
 
+def test_layer_norm_squash_by_hand():
+    model = build(models.LayerNormSquash(width=4), BOX)
+    params, _ = model.init(KEY, np.zeros((1, 3), np.float32))
+    params["policy"]["dense"]["kernel"] = jnp.eye(3, 4)
+    params["policy"]["layer_norm"] = {"scale": jnp.full(4, 2.0), "bias": jnp.array([0.0, 0, 0, 1])}
+    # Of (1, 2, 3, 0): mean 1.5, variance 1.25.
+    got = model.apply(params, {}, np.array([[1.0, 2, 3]]))
+    expected = np.tanh(2 * np.array([-0.5, 0.5, 1.5, -1.5]) / np.sqrt(1.25 + 1e-6) + [0, 0, 0, 1])
+    np.testing.assert_allclose(got[0], expected, rtol=1e-5)
+
+
+def test_layer_norm_squash_is_a_normalizer_that_can_be_shared():
+    policy = functools.partial(Policy, body=BODY, normalizer=models.LayerNormSquash)
+    value = functools.partial(Value, body=BODY)
+    pair = models.build_pair(policy, value, BOX, 1, policy_distribution=TWO, mode="train")
+    params, _ = pair.init(KEY, np.zeros((1, 3), np.float32))
+    assert set(params) == {"shared", "policy", "value"}
+    assert n_numbers(params) == (3 * 128 + 3 * 128) + 2 * (128 * 8 + 8) + (8 * 2 + 2) + (8 + 1)
+
+
 # What networks see.
 
 
@@ -287,14 +307,15 @@ def test_apply_gathers_nothing():
     factory = functools.partial(PolicyAndValue, body=BODY, normalizer=Normalize)
     model = build(factory, BOX, policy_distribution=TWO)
     params, state = model.init(KEY, np.full((4, 3), 7.0, np.float32))
-    assert float(state["model_state"]["normalize"]["count"]) == 0
+    assert float(state["model_state"]["shared"]["normalize"]["count"]) == 0
     output = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
     assert len(output) == 2  # no statistics beside the outputs
     state = model.gather(params, state, np.full((4, 3), 7.0, np.float32), np.ones(4, np.float32))
-    assert float(state["model_state"]["normalize"]["count"]) == 4
+    assert float(state["model_state"]["shared"]["normalize"]["count"]) == 4
     # All rows equal the mean, so the network sees zeros.
     zero = build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
-    expected = zero.apply(params, {}, np.zeros((4, 3), np.float32))
+    params_of_zero = {**params, "shared": params["shared"]["body"]}
+    expected = zero.apply(params_of_zero, {}, np.zeros((4, 3), np.float32))
     got = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
@@ -373,5 +394,6 @@ def test_factories_get_only_the_arguments_that_they_take():
 
 
 def test_other_things_are_refused():
-    with pytest.raises(TypeError, match=r"returned a int; it should return a flax.linen module, a pair"):
+    match = r"returned a int; it should return a flax.linen or flax.nnx module, a Trax layer, a pair"
+    with pytest.raises(TypeError, match=match):
         build(lambda: 3, BOX)

@@ -120,6 +120,28 @@ class Normalize(nn.Module):
         return jnp.clip(x, -self.limit, self.limit)
 
 
+@gin.configurable(module="rl_trainers.models")
+class LayerNormSquash(nn.Module):
+    """A dense layer, layer norm and tanh, ``[R, ..] -> [R, width]``; goes where a normaliser goes.
+
+    It keeps observations in (-1, 1) whatever their scale, without statistics. Hoffman et al. 2020, "Acme",
+    https://arxiv.org/abs/2006.00979, LayerNormMLP.
+
+    Attributes:
+        width: units.
+        epsilon: added to the variance.
+    """
+
+    width: int = 128
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        """Features ``[R, width]``."""
+        x = nn.Dense(self.width, kernel_init=_HIDDEN, name="dense")(_concatenate(x))
+        return jnp.tanh(nn.LayerNorm(self.epsilon, use_fast_variance=False, name="layer_norm")(x))
+
+
 class _Head(nn.Module):
     """An optional body, and a dense layer on top of it."""
 
@@ -165,6 +187,18 @@ class _ActionHead(_Head):
         for i in range(self.n_layers):
             x = nn.relu(nn.Dense(self.width, kernel_init=_HIDDEN, name=f"inject_{i}")(x))
         return x
+
+
+class _Normalized(nn.Module):
+    """A normaliser, and an optional body on top of it."""
+
+    normalize: nn.Module
+    body: nn.Module | None
+
+    def __call__(self, x, mask=None):
+        """What the body makes of ``x [R, ..]``."""
+        x = self.normalize(x, mask)
+        return x if self.body is None else self.body(x)
 
 
 def _head(body, n_outputs: int, head_init_range: float | None, scale: float) -> _Head:
@@ -282,7 +316,8 @@ class Quality(nn.Module):
 class PolicyAndValue(nn.Module):
     """A policy and a value network, ``[R, *obs] -> (dist_inputs [R, D], value [R])``.
 
-    Its parameters are ``{'shared', 'policy', 'value'}``; ``'shared'`` is missing if ``joint`` is false.
+    Its parameters are ``{'shared', 'policy', 'value'}``; what stands under both heads is ``'shared'``, which
+    is missing if there is nothing.
 
     Attributes:
         policy_distribution: gives ``D``.
@@ -304,10 +339,11 @@ class PolicyAndValue(nn.Module):
 
     def setup(self):
         """Makes the submodules."""
-        self.normalize = self.normalizer and call(self.normalizer, mode="train")
         bodies = [self.body] if self.joint else [self.body, self.value_body or self.body]
         made = [body and call(body, mode="train") for body in bodies]
-        self.shared = made[0] if self.joint else None
+        body = made[0] if self.joint else None
+        normalize = self.normalizer and call(self.normalizer, mode="train")
+        self.shared = _Normalized(normalize, body) if normalize else body
         policy_body, value_body = (None, None) if self.joint else made
         n_inputs = self.policy_distribution.n_inputs
         self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
@@ -315,8 +351,8 @@ class PolicyAndValue(nn.Module):
 
     def __call__(self, x, mask=None):
         """``(dist_inputs [R, D], value [R])``."""
-        x = x if self.normalize is None else self.normalize(x, mask)
-        x = x if self.shared is None else self.shared(x)
+        if self.shared is not None:
+            x = self.shared(x, mask) if isinstance(self.shared, _Normalized) else self.shared(x)
         return self.policy(x), self.value(x)[..., 0]
 
 
