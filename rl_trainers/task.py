@@ -22,6 +22,7 @@ import numpy as np
 from etils import epath
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TransformObservation
 
+from rl_trainers import datasets
 from rl_trainers import replay as replay_lib
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.distributions import create_distribution
@@ -49,7 +50,8 @@ class RLTask:
             :func:`rl_trainers.envs.make_host_env`.
         initial_trajectories: trajectories to begin with, as epoch 0: how many to play with random actions
             (Trax plays 1 by default; here 0), a list of :class:`Trajectory`, a dict from epoch to such lists,
-            or the path of a file that :meth:`save_to_file` wrote.
+            ``'minari:NAME'`` for a data set of Minari on this machine (extra ``minari``), or the path of a
+            file that :meth:`save_to_file` wrote.
         gamma: discount factor per step, in [0, 1].
         dm_suite: ``env`` is the bare name of an Atari game such as ``'pong'``; observations are uint8
             ``[84, 84, num_stacked_frames]``, an action lasts 4 frames.
@@ -503,7 +505,9 @@ class RLTask:
         )
 
     def _load_initial(self, initial: Any) -> None:
-        if isinstance(initial, (str, os.PathLike)):
+        if isinstance(initial, str) and initial.startswith("minari:"):
+            self._load_minari(initial.removeprefix("minari:"))
+        elif isinstance(initial, (str, os.PathLike)):
             self._load(_read_npz(initial))
         elif isinstance(initial, (Mapping, Sequence)):
             by_epoch = initial if isinstance(initial, Mapping) else {0: initial}
@@ -515,6 +519,23 @@ class RLTask:
                 rollout, _ = self._collect(self.env, act, self.max_steps, None, initial, None)
                 self._store(rollout, 0, self.max_steps)
                 self.n_initial_interactions, self._n_interactions = self._n_interactions, 0
+
+    def _load_minari(self, name: str) -> None:
+        dataset = datasets.load_minari(name)
+        if dataset.action_space != self.action_space:
+            raise ValueError(
+                f"initial_trajectories: the actions of {name} are {dataset.action_space}; those of the "
+                f"environment are {self.action_space}."
+            )
+        episodes = list(datasets.minari_episodes(dataset, self.distribution))
+        pair = episodes[0].observation, self.actor.observation
+        shapes = [jax.tree.map(lambda x: x.shape[1:], tree) for tree in pair]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"initial_trajectories: the observations of {name} have the shape {shapes[0]}; those of the "
+                f"environment have {shapes[1]}."
+            )
+        self._load_steps({0: episodes})
 
     def _load(self, arrays: Mapping[str, np.ndarray], start_epoch: int = 0) -> None:
         """Adds the trajectories of a file."""

@@ -18,6 +18,7 @@ LAYERS = [
     {"distributions", "advantages", "losses", "models", "optimizers"},
     {"rollout", "supervised", "replay", "envs", "checkpoint", "metrics"},
     {"trajectory"},
+    {"datasets"},
     {"task"},
     {"trainer", "policy_trainer", "value_trainer", "actor_critic", "joint"},
     {"drivers"},
