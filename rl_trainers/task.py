@@ -7,6 +7,7 @@ learned from: an episode, or a piece of ``max_steps`` decisions of one.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -743,6 +744,8 @@ def _make_stacked(env: Any, n_frames: int) -> gymnasium.Env:
 
 
 def _make_atari(game: str, random_starts: bool, n_frames: int) -> gymnasium.Env:
+    if importlib.util.find_spec("cv2") is None:
+        raise ImportError("dm_suite: Atari games need the extra 'atari': pip install 'rl_trainers[atari]'")
     name = "".join(word.capitalize() for word in game.split("_"))
     spec = find_spec(game if "/" in game else f"ALE/{name}-v5")
     env = gymnasium.make(spec, disable_env_checker=True, frameskip=1)

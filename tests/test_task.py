@@ -691,6 +691,29 @@ def test_stacked_frames_are_stored_once_through_files_and_resume(tmp_path):
         RLTask(functools.partial(Counting, 9), num_stacked_frames=300)
 
 
+def test_atari_frames_are_stored_once_and_read_as_they_came():
+    pytest.importorskip("ale_py", reason="the extra atari is not installed")
+    task = RLTask("pong", dm_suite=True, num_stacked_frames=4, num_envs=2, time_limit=9)
+    assert task.observation_space.shape == (84, 84, 4)
+    rollout, _ = task.collect(random_act(task), unroll_length=30)
+    assert rollout.steps.truncated.sum() == 6 and rollout.steps.observation.dtype == np.uint8
+    task.add(rollout, 1)
+    assert task.replay.steps.observation.nbytes == (32 + 4) * 2 * 84 * 84
+    stored = task.replayed()
+    np.testing.assert_array_equal(stored.steps.observation[:30], rollout.steps.observation)
+    np.testing.assert_array_equal(stored.last_observation, rollout.last_observation)
+    # The frames of an episode's first observation are all the same, those of its last one are not.
+    first = rollout.steps.observation[0, 0]
+    np.testing.assert_array_equal(first, np.repeat(first[..., -1:], 4, -1))
+    assert not np.array_equal(rollout.steps.observation[9, 0, :, :, 0], first[..., -1])
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"Atari games need the extra 'atari': pip install 'rl_tr"):
+        RLTask("pong", dm_suite=True)
+
+
 def test_dict_observations_and_actions():
     class Pairs(gymnasium.Env):
         observation_space = spaces.Dict({"a": spaces.Box(0, 9, (2,), np.float32)})
