@@ -545,7 +545,7 @@ def test_images_get_a_convolutional_network():
         train_steps_per_epoch=1,
         batch_size=None,
     )
-    assert trainer.state.params["shared"]["Conv_0"]["kernel"].shape == (8, 8, 4, 32)
+    assert trainer.state.params["shared"]["conv_0"]["kernel"].shape == (8, 8, 4, 32)
     assert np.isfinite(last_record(trainer)["joint_loss"])
     assert trainer.task.replayed().steps.observation.dtype == np.uint8
 

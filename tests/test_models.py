@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from rl_trainers import models
 from rl_trainers.distributions import create_distribution
-from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value
+from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value, zoo
 
 KEY = jax.random.PRNGKey(0)
 BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -164,6 +164,30 @@ def test_mlp_flattens_or_not():
     x = np.zeros((5, 2, 3), np.float32)
     assert MLP(layer_widths=(8,)).init_with_output(KEY, x)[0].shape == (5, 8)
     assert MLP(layer_widths=(8,), flatten=False).init_with_output(KEY, x)[0].shape == (5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "size, stride, padding",
+    [(8, 4, "VALID"), (4, 2, "SAME"), (3, 1, "VALID"), (5, 2, "SAME"), (2, 3, "VALID")],
+)
+def test_convolutions_are_those_of_xla(size, stride, padding):
+    x = jax.random.normal(KEY, (2, 21, 36, 3))
+    conv = zoo._Conv(5, size, stride, padding)
+    params = conv.init(KEY, x)
+    params["params"]["bias"] += 0.5
+
+    def expected(params, x):
+        axes = ("NHWC", "HWIO", "NHWC")
+        kernel, bias = params["params"]["kernel"], params["params"]["bias"]
+        y = jax.lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=axes)
+        return y + bias
+
+    def loss(function):
+        return lambda params, x: jnp.sum(jnp.sin(function(params, x)))
+
+    np.testing.assert_allclose(conv.apply(params, x), expected(params, x), rtol=1e-4, atol=1e-5)
+    gradients = [jax.jit(jax.grad(loss(f), argnums=(0, 1)))(params, x) for f in (conv.apply, expected)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *gradients)
 
 
 def test_atari_cnn_shapes():
