@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
-TEST_EXTRAS := dev,box2d
+TEST_EXTRAS := dev,atari,box2d,minari,mujoco
 
 BIN := $(VENV)/bin
 VERSIONS := setup.py constraints.txt
 
-.PHONY: train test slow check clean
+.PHONY: train test slow trax check clean
 
 train: $(VENV)/.installed
 	$(BIN)/rl-trainers train --config_file=configs/ppo_joint_cartpole.gin --output_dir=runs/cartpole
@@ -16,14 +16,19 @@ test: check
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
 
 slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m slow -n $(WORKERS)
+	$(BIN)/python -m pytest -m "slow and not trax" -n $(WORKERS)
+
+# Trax brings TensorFlow, so it has an environment of its own.
+trax:
+	$(MAKE) VENV=$(VENV)-trax TEST_EXTRAS=dev,trax $(VENV)-trax/.installed-test
+	$(VENV)-trax/bin/python -m pytest -m trax
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-trax build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d; set PYTHON=" % v[:2])'

@@ -7,6 +7,10 @@ after the newest one is the *open row*: it holds the newest observation, with ma
 A trajectory is a run of decisions of one environment. It ends where the episode ends, and every
 ``max_steps`` decisions if that is given. A row continues the trajectory of the row before it if both are
 decisions and its ``position`` is not 0.
+
+Where observations are stacks of the newest frames, a row keeps the newest frame only, and reading stacks the
+frames of the rows before it again, by index (:func:`frame_rows`). The last rows that the ring has let go of
+stay readable for that.
 """
 
 from __future__ import annotations
@@ -21,27 +25,47 @@ from rl_trainers.rollout import bucket
 from rl_trainers.types import PyTree, Rollout, TimeStep
 
 
-class Replay(NamedTuple):
-    """What is stored; ``C`` = capacity + 1 rows are allocated. Arrays are written in place.
+class Frames(NamedTuple):
+    """How observations are stacks of frames.
 
     Attributes:
-        steps: :class:`TimeStep` ``[C, B, ..]``, with ``return_``.
+        depth: ``k``, frames in a stack; 1 if observations are no stacks.
+        axis: of the stack in ``*obs``, 0 or -1; its last entry is the newest frame.
+    """
+
+    depth: int = 1
+    axis: int = 0
+
+
+_NO_STACKS = Frames()
+
+
+class Replay(NamedTuple):
+    """What is stored; ``C`` = capacity + ``frames.depth`` rows are allocated. Arrays are written in place.
+
+    Attributes:
+        steps: :class:`TimeStep` ``[C, B, ..]``, with ``return_``; the newest frames of stacked observations.
         position: i32 ``[C, B]``, decisions of the running trajectory before the row.
         epoch: i32 ``[C]``, -1 for rows that were removed.
+        older: u8 ``[C, B]``, rows right before the row whose frames are older frames of its episode, counted
+            to 255 at most; ``()`` if observations are no stacks.
         insert: the open row, where the next rows will be written.
         size: rows stored.
+        frames: how observations are stacks.
     """
 
     steps: TimeStep
     position: np.ndarray
     epoch: np.ndarray
+    older: Any
     insert: int
     size: int
+    frames: Frames = _NO_STACKS
 
     @property
     def capacity(self) -> int:
         """Rows that can be stored."""
-        return len(self.epoch) - 1
+        return len(self.epoch) - self.frames.depth
 
     def rows(self, age: np.ndarray) -> np.ndarray:
         """Places in the arrays of rows of the given age."""
@@ -62,36 +86,46 @@ class Segments(NamedTuple):
     length: np.ndarray
 
 
-def create(example: TimeStep, capacity: int) -> Replay:
+def create(example: TimeStep, capacity: int, frames: Frames = _NO_STACKS) -> Replay:
     """An empty replay.
 
     Args:
         example: one row ``[B, ..]`` in the shapes and dtypes to store; ``return_`` is added.
         capacity: rows to allocate.
+        frames: how the observations are stacks; of those only the newest frame is stored.
     """
-    num_envs = len(example.mask)
-    row = example._replace(return_=np.zeros(num_envs, np.float32))
-    steps = jax.tree.map(lambda x: np.zeros((1, *np.shape(x)), np.asarray(x).dtype), row)
-    return from_rows((steps, np.zeros((1, num_envs), np.int32), np.array([-1], np.int32)), capacity)
+    num_envs, n_rows = len(example.mask), frames.depth
+    newest = jax.tree.map(lambda x: _stack_first(x, 1, frames)[:, -1], example.observation)
+    row = example._replace(observation=newest, return_=np.zeros(num_envs, np.float32))
+    steps = jax.tree.map(lambda x: np.zeros((n_rows, *np.shape(x)), np.asarray(x).dtype), row)
+    older = np.zeros((n_rows, num_envs), np.uint8) if frames.depth > 1 else ()
+    position, epoch = np.zeros((n_rows, num_envs), np.int32), np.full(n_rows, -1, np.int32)
+    return from_rows((steps, position, epoch, older), capacity, frames)
 
 
-def to_rows(replay: Replay) -> tuple[TimeStep, np.ndarray, np.ndarray]:
-    """Copies ``(steps, position, epoch)`` of the rows in time order, ``[size + 1, ..]`` with the open row."""
-    rows = replay.rows(np.arange(replay.size + 1))
-    return jax.tree.map(lambda x: x[rows], replay[:3])
+def to_rows(replay: Replay) -> tuple[TimeStep, np.ndarray, np.ndarray, Any]:
+    """Copies ``(steps, position, epoch, older)`` of the rows in time order, ``[k - 1 + size + 1, ..]``.
+
+    The first ``k - 1`` rows, for ``k`` stacked frames, are there for their frames only; the last one is the
+    open row.
+    """
+    rows = replay.rows(np.arange(1 - replay.frames.depth, replay.size + 1))
+    return jax.tree.map(lambda x: x[rows], replay[:4])
 
 
-def from_rows(rows: tuple[TimeStep, np.ndarray, np.ndarray], capacity: int) -> Replay:
+def from_rows(
+    rows: tuple[TimeStep, np.ndarray, np.ndarray, Any], capacity: int, frames: Frames = _NO_STACKS
+) -> Replay:
     """The inverse of :func:`to_rows`, with room for ``capacity`` rows."""
 
     def allocated(x: np.ndarray) -> np.ndarray:
-        larger = np.zeros((capacity + 1, *x.shape[1:]), x.dtype)
+        larger = np.zeros((capacity + frames.depth, *x.shape[1:]), x.dtype)
         larger[: len(x)] = x
         return larger
 
-    size = len(rows[2]) - 1
-    steps, position, epoch = jax.tree.map(allocated, rows)
-    return Replay(steps, position, epoch, insert=size, size=size)
+    n_rows = len(rows[2])
+    steps, position, epoch, older = jax.tree.map(allocated, rows)
+    return Replay(steps, position, epoch, older, n_rows - 1, n_rows - frames.depth, frames)
 
 
 def add(
@@ -120,13 +154,18 @@ def add(
         grow: double the capacity when it is full; otherwise the oldest rows are overwritten.
 
     Raises:
-        ValueError: if structure or shapes differ from the replay's.
+        ValueError: if structure or shapes differ from the replay's, or a stack of frames is not that of the
+            row before moved on by one frame.
     """
-    steps = _storable(replay, _trim(rollout.steps))
+    open_row = _observations(replay, np.array([replay.insert]))
+    expected = replay.steps._replace(observation=open_row, return_=None)
+    steps, last = _storable(expected, _trim(rollout)), rollout.last_observation
     if not grow:
         steps = jax.tree.map(lambda x: x[-replay.capacity :], steps)
-    if not _follows(replay, steps.observation):
+    if not _begins_with(open_row, steps.observation):
         replay = _cut(replay, grow)
+        steps = with_older_frames(steps, replay.frames)
+    older, steps, last = _unstacked(replay, steps, last)
     length, decided = len(steps.mask), steps.mask > 0
     replay = _reserve(replay, length, grow)
     steps = steps._replace(terminated=steps.terminated & decided, truncated=steps.truncated & decided)
@@ -136,7 +175,8 @@ def add(
     rows = (replay.insert + np.arange(length)) % len(replay.epoch)
     _write(replay.steps, rows, steps)
     replay.position[rows], replay.epoch[rows] = position[:-1], epoch
-    return _open(replay, length, rollout.last_observation, position[-1], epoch)
+    _write(replay.older, np.append(rows, (replay.insert + length) % len(replay.epoch)), older)
+    return _open(replay, length, last, position[-1], epoch)
 
 
 def positions(steps: TimeStep, before: np.ndarray, max_steps: int | None) -> np.ndarray:
@@ -191,10 +231,10 @@ def ordered(replay: Replay, epochs: Sequence[int] | None = None) -> Rollout:
     """
     age = np.arange(replay.capacity)
     rows = replay.rows(age)
-    steps = jax.tree.map(lambda x: x[rows], replay.steps)
+    steps = jax.tree.map(lambda x: x[rows], replay.steps._replace(observation=None))
     wanted = (age < replay.size) & _wanted(replay, rows, epochs)
-    last = jax.tree.map(lambda x: x[replay.insert].copy(), replay.steps.observation)
-    return Rollout(steps._replace(mask=steps.mask * wanted[:, None]), last)
+    steps = steps._replace(observation=_observations(replay, rows), mask=steps.mask * wanted[:, None])
+    return Rollout(steps, jax.tree.map(lambda x: x[0], _observations(replay, np.array([replay.insert]))))
 
 
 def sample_slices(
@@ -276,13 +316,14 @@ def gather(
     rows, real = _follow(replay, age, column, length + 1, epochs)
     follows_real = np.concatenate([np.ones_like(real[:, :1]), real[:, :-1]], axis=1)
 
-    def copied(tree: PyTree, rows: np.ndarray, kept: np.ndarray) -> PyTree:
-        copy = jax.tree.map(lambda x: x[rows, column[:, None]], tree)
+    def cleared(copy: PyTree, kept: np.ndarray) -> PyTree:
         _write(copy, ~kept, jax.tree.map(lambda x: 0, copy))
         return copy
 
-    observation = copied(replay.steps.observation, rows, follows_real)
-    steps = copied(replay.steps._replace(observation=None), rows[:, :-1], real[:, :-1])
+    place = rows[:, :-1], column[:, None]
+    observation = cleared(_observations(replay, rows, column[:, None]), follows_real)
+    steps = jax.tree.map(lambda x: x[place], replay.steps._replace(observation=None))
+    steps = cleared(steps, real[:, :-1])
     steps = steps._replace(
         observation=jax.tree.map(lambda x: x[:, :-1], observation),
         terminated=steps.terminated | ~real[:, :-1],
@@ -322,18 +363,21 @@ def trajectory(
     return jax.tree.map(lambda x: x[0], steps)
 
 
-def pack(trajectories: Sequence[TimeStep], num_envs: int) -> Rollout:
+def pack(trajectories: Sequence[TimeStep], num_envs: int, frames: Frames = _NO_STACKS) -> Rollout:
     """Lays trajectories side by side and after one another, as ``num_envs`` environments would.
 
     Args:
         trajectories: each with leading axis ``[S + 1]``; the last row has mask 0 and holds the last
             observation.
         num_envs: ``B``.
+        frames: how the observations are stacks.
 
     Returns:
         A rollout ``[T, B]`` with padding at the end.
     """
-    trajectories = [steps._replace(policy_state=(), return_=None) for steps in trajectories]
+    trajectories = [
+        with_older_frames(steps._replace(policy_state=(), return_=None), frames) for steps in trajectories
+    ]
     columns: list[list[TimeStep]] = [[] for _ in range(num_envs)]
     filled = [0] * num_envs
     for steps in trajectories:
@@ -348,22 +392,125 @@ def pack(trajectories: Sequence[TimeStep], num_envs: int) -> Rollout:
     return Rollout(jax.tree.map(lambda x: x[:-1], steps), last)
 
 
-def _trim(steps: TimeStep) -> TimeStep:
+# Stacks of frames.
+
+
+def frame_rows(row: Any, older: Any, frames: int, n_rows: int) -> Any:
+    """The rows of a ring that hold the frames of stacked observations.
+
+    Args:
+        row: int ``[..]``, of the observations.
+        older: int ``[..]``, rows right before each that hold older frames of its episode; where they are
+            fewer than needed, the oldest of them stands for those that are missing.
+        frames: ``k``, how many are stacked.
+        n_rows: of the ring.
+
+    Returns:
+        int ``[.., k]``, the oldest frame first; NumPy or JAX, as the arguments are.
+    """
+    back = older[..., None].clip(max=np.arange(frames - 1, -1, -1))
+    return (row[..., None] - back) % n_rows
+
+
+def with_older_frames(steps: TimeStep, frames: Frames) -> TimeStep:
+    """Puts rows before steps that begin within an episode, so that their older frames have a place.
+
+    Args:
+        steps: ``[T, ..]``, observations ``[T, .., *obs]``.
+        frames: how the observations are stacks.
+
+    Returns:
+        ``[k - 1 + T, ..]``, the added rows with mask 0 and all else 0; ``steps`` where the frames of the
+        first observations are all the same, as at the start of an episode.
+    """
+    k, leading = frames.depth, steps.mask.ndim
+
+    def grown(i: int) -> PyTree:
+        """The first observations as they are ``k - 1 - i`` steps earlier."""
+        index = (np.arange(1 - k, 1) + i).clip(min=0)
+        return jax.tree.map(
+            lambda x: _stack_back(_stack_first(x[:1], leading, frames).take(index, leading), leading, frames),
+            steps.observation,
+        )
+
+    pairs = zip(jax.tree.leaves(grown(0)), jax.tree.leaves(grown(k - 1)), strict=True)
+    if all(np.array_equal(start, x) for start, x in pairs):
+        return steps
+    before = jax.tree.map(lambda x: np.zeros((k - 1, *x.shape[1:]), x.dtype), steps)
+    observation = jax.tree.map(lambda *xs: np.concatenate(xs), *map(grown, range(k - 1)))
+    before = before._replace(observation=observation)
+    return jax.tree.map(lambda *xs: np.concatenate(xs), before, steps)
+
+
+def _unstacked(replay: Replay, steps: TimeStep, last: PyTree) -> tuple[Any, TimeStep, PyTree]:
+    """``older [T + 1, B]`` of ``steps`` and what follows them, and both with their newest frames alone."""
+    frames = replay.frames
+    if frames.depth == 1:
+        return (), steps, last
+    joined = jax.tree.map(lambda x, y: np.concatenate([x, y[None]]), steps.observation, last)
+    moved = np.ones((len(steps.mask), steps.mask.shape[1]), bool)
+    for x in map(lambda x: _stack_first(x, 2, frames), jax.tree.leaves(joined)):
+        for i in range(frames.depth - 1):  # frame by frame, since NumPy is slow along a short last axis
+            moved &= (x[1:, :, i] == x[:-1, :, i + 1]).all(tuple(range(2, x.ndim - 1)))
+    t, b = np.nonzero(~moved)
+    for x in map(lambda x: _stack_first(x, 2, frames)[t + 1, b], jax.tree.leaves(joined)):
+        for wrong in np.flatnonzero((x != x[:, -1:]).any(tuple(range(1, x.ndim)))):
+            raise ValueError(
+                f"rollout: the {frames.depth} frames of row {t[wrong] + 1}, environment {b[wrong]}, are "
+                "neither those of the row before moved on by one nor all the same, as at an episode's start."
+            )
+    row = np.arange(len(moved) + 1)[:, None]
+    begin = np.concatenate([-replay.older[[replay.insert]].astype(int), np.where(moved, -256, row[1:])])
+    older = (row - np.maximum.accumulate(begin)).clip(max=255)
+    newest = jax.tree.map(lambda x: _stack_first(x, 2, frames)[:, :, -1], joined)
+    steps = steps._replace(observation=jax.tree.map(lambda x: x[:-1], newest))
+    return older, steps, jax.tree.map(lambda x: x[-1], newest)
+
+
+def _observations(replay: Replay, row: np.ndarray, column: np.ndarray | None = None) -> PyTree:
+    """Copies observations out: ``[N, B, *obs]`` of rows ``[N]``, or those at rows and columns ``[N, L]``."""
+    frames, stored = replay.frames, replay.steps.observation
+    if frames.depth == 1:
+        place = row if column is None else (row, column)
+        return jax.tree.map(lambda x: x[place], stored)
+    if column is None:
+        row, column = row[:, None], np.arange(replay.position.shape[1])
+    rows = frame_rows(row, replay.older[row, column], frames.depth, len(replay.epoch))
+    return jax.tree.map(lambda x: _stack_back(x[rows, column[..., None]], 2, frames), stored)
+
+
+def _stack_first(x: Any, leading: int, frames: Frames) -> Any:
+    """``[.., *obs]`` as ``[.., k, *frame]``."""
+    if frames.depth == 1:
+        return np.expand_dims(x, leading)
+    return np.moveaxis(x, -1, leading) if frames.axis == -1 else x
+
+
+def _stack_back(x: Any, leading: int, frames: Frames) -> Any:
+    """The inverse of :func:`_stack_first`."""
+    return np.moveaxis(x, leading, -1) if frames.axis == -1 else x
+
+
+def _trim(rollout: Rollout) -> TimeStep:
     """Removes rows at the end that :func:`rl_trainers.rollout.pad` appended.
 
     A row without decisions is no padding if it is the reset row of all environments; then each of them
-    ended its episode in the row before.
+    ended its episode in the row before, and other observations follow.
     """
+    steps, last = rollout.steps, jax.tree.leaves(rollout.last_observation)
     length, decided = len(steps.mask), steps.mask > 0
     ended = decided & steps.done
-    while length > 1 and not decided[length - 1].any() and not ended[length - 2].all():
+    while length > 1 and not decided[length - 1].any():
+        rows = [x[length - 1] for x in jax.tree.leaves(steps.observation)]
+        if ended[length - 2].all() and not all(map(np.array_equal, rows, last)):
+            break
         length -= 1
     return jax.tree.map(lambda x: x[:length], steps)
 
 
-def _storable(replay: Replay, steps: TimeStep) -> TimeStep:
+def _storable(stored: TimeStep, steps: TimeStep) -> TimeStep:
     """Steps ``[T, B]`` with the fields that the replay stores; unknown ``dist_inputs`` are NaN."""
-    steps, stored = steps._replace(policy_state=(), return_=None), replay.steps._replace(return_=None)
+    steps = steps._replace(policy_state=(), return_=None)
     if steps.dist_inputs is None and stored.dist_inputs is not None:
         shape = (*steps.mask.shape, stored.dist_inputs.shape[-1])
         steps = steps._replace(dist_inputs=np.full(shape, np.nan, np.float32))
@@ -378,10 +525,10 @@ def _storable(replay: Replay, steps: TimeStep) -> TimeStep:
     return steps
 
 
-def _follows(replay: Replay, observation: PyTree) -> bool:
-    """Whether the open row's observation is the first of ``observation [T, B, ..]``."""
-    pairs = zip(jax.tree.leaves(observation), jax.tree.leaves(replay.steps.observation), strict=True)
-    return all(np.array_equal(x[0], stored[replay.insert]) for x, stored in pairs)
+def _begins_with(first: PyTree, observation: PyTree) -> bool:
+    """Whether ``first [1, B, ..]`` is the first of ``observation [T, B, ..]``."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(observation), strict=True)
+    return all(np.array_equal(x, y[:1]) for x, y in pairs)
 
 
 def _cut(replay: Replay, grow: bool) -> Replay:
@@ -391,6 +538,7 @@ def _cut(replay: Replay, grow: bool) -> Replay:
         observation = jax.tree.map(lambda x: x[replay.insert], replay.steps.observation)
         replay = _open(replay, 1, observation, 0, replay.epoch[replay.insert])
     end_running(replay)
+    _write(replay.older, replay.insert, jax.tree.map(lambda x: 0, replay.older))
     return replay
 
 
@@ -400,7 +548,7 @@ def _reserve(replay: Replay, length: int, grow: bool) -> Replay:
     if needed <= replay.capacity:
         return replay
     if grow:
-        return from_rows(to_rows(replay), bucket(needed))
+        return from_rows(to_rows(replay), bucket(needed), replay.frames)
     return replay._replace(size=replay.capacity - length)
 
 
@@ -432,7 +580,7 @@ def _returns(steps: TimeStep, goes_on: np.ndarray, gamma: float) -> np.ndarray:
 
 def _extend_returns(replay: Replay, gamma: float, following: np.ndarray) -> None:
     """Adds the return from the open row on to the rows of the running trajectories."""
-    n_open = np.minimum(replay.position[replay.insert], replay.size)
+    n_open = np.minimum(replay.position[replay.insert], max(0, replay.size))
     longest = int(n_open.max())
     rows = (replay.insert + np.arange(-longest, 0)) % len(replay.epoch)
     factor = np.cumprod(_discounts(replay.steps, gamma, rows)[::-1], axis=0)[::-1]

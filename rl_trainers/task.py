@@ -7,6 +7,7 @@ learned from: an episode, or a piece of ``max_steps`` decisions of one.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -22,6 +23,7 @@ import numpy as np
 from etils import epath
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TransformObservation
 
+from rl_trainers import datasets
 from rl_trainers import replay as replay_lib
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.distributions import create_distribution
@@ -49,7 +51,8 @@ class RLTask:
             :func:`rl_trainers.envs.make_host_env`.
         initial_trajectories: trajectories to begin with, as epoch 0: how many to play with random actions
             (Trax plays 1 by default; here 0), a list of :class:`Trajectory`, a dict from epoch to such lists,
-            or the path of a file that :meth:`save_to_file` wrote.
+            ``'minari:NAME'`` for a data set of Minari on this machine (extra ``minari``), or the path of a
+            file that :meth:`save_to_file` wrote.
         gamma: discount factor per step, in [0, 1].
         dm_suite: ``env`` is the bare name of an Atari game such as ``'pong'``; observations are uint8
             ``[84, 84, num_stacked_frames]``, an action lasts 4 frames.
@@ -60,7 +63,7 @@ class RLTask:
         timestep_to_np: maps a :class:`TimeStep` with any leading axes to what models see, for example with
             other observations. The replay keeps what the environment gave.
         num_stacked_frames: the newest observations to stack into one, along a new first axis (the last one
-            with ``dm_suite``).
+            with ``dm_suite``). The replay keeps each frame once.
         n_replay_epochs: the newest epochs that the replay keeps.
         num_envs: ``B``, environments to step side by side.
         seed: everything random in the task follows from it.
@@ -112,6 +115,8 @@ class RLTask:
             raise ValueError(f"gamma is {gamma}; it must be in [0, 1]: {min(max(gamma, 0), 1)}?")
         _check_at_least(1, max_steps=max_steps, time_limit=time_limit, num_envs=num_envs)
         _check_at_least(1, n_replay_epochs=n_replay_epochs, num_stacked_frames=num_stacked_frames)
+        if num_stacked_frames > 256:
+            raise ValueError(f"num_stacked_frames is {num_stacked_frames}; it must be at most 256.")
         _check_at_least(0, seed=seed)
         _check_at_least(num_envs, capacity=capacity)
         self.gamma, self.max_steps = gamma, max_steps
@@ -138,6 +143,8 @@ class RLTask:
         )
         self.distribution = (action_distribution or create_distribution)(self.action_space)
         self._grows = capacity is None
+        axis = -1 if dm_suite and isinstance(env, str) else 0
+        self._frames = replay_lib.Frames(num_stacked_frames, axis)
         self.replay = self._empty_replay(1 if capacity is None else max(1, capacity // self.env.num_envs))
         self._n_trajectories = self._n_interactions = 0
         self.n_initial_interactions = self.n_eval_interactions = 0
@@ -153,7 +160,7 @@ class RLTask:
         example = TimeStep(
             self.actor.observation, action, ones, no, no, ones, inputs, env_info=EnvInfo(ones, ones)
         )
-        return replay_lib.create(example, rows)
+        return replay_lib.create(example, rows, self._frames)
 
     def set_distribution(self, distribution: Any) -> None:
         """Puts another distribution in place of :attr:`distribution`, and stored actions into its form."""
@@ -378,7 +385,7 @@ class RLTask:
         """
         if self._grows:
             capacity = max(self.replay.capacity, self.replay.size + rows)
-            self.replay = replay_lib.from_rows(replay_lib.to_rows(self.replay), capacity)
+            self.replay = replay_lib.from_rows(replay_lib.to_rows(self.replay), capacity, self._frames)
 
     def set_n_replay_epochs(self, n_replay_epochs: int) -> None:
         """Changes how many of the newest epochs the replay keeps."""
@@ -512,7 +519,9 @@ class RLTask:
         )
 
     def _load_initial(self, initial: Any) -> None:
-        if isinstance(initial, (str, os.PathLike)):
+        if isinstance(initial, str) and initial.startswith("minari:"):
+            self._load_minari(initial.removeprefix("minari:"))
+        elif isinstance(initial, (str, os.PathLike)):
             self._load(_read_npz(initial))
         elif isinstance(initial, (Mapping, Sequence)):
             by_epoch = initial if isinstance(initial, Mapping) else {0: initial}
@@ -525,10 +534,27 @@ class RLTask:
                 self._store(rollout, 0, self.max_steps)
                 self.n_initial_interactions, self._n_interactions = self._n_interactions, 0
 
+    def _load_minari(self, name: str) -> None:
+        dataset = datasets.load_minari(name)
+        if dataset.action_space != self.action_space:
+            raise ValueError(
+                f"initial_trajectories: the actions of {name} are {dataset.action_space}; those of the "
+                f"environment are {self.action_space}."
+            )
+        episodes = list(datasets.minari_episodes(dataset, self.distribution))
+        pair = episodes[0].observation, self.actor.observation
+        shapes = [jax.tree.map(lambda x: x.shape[1:], tree) for tree in pair]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"initial_trajectories: the observations of {name} have the shape {shapes[0]}; those of the "
+                f"environment have {shapes[1]}."
+            )
+        self._load_steps({0: episodes})
+
     def _load(self, arrays: Mapping[str, np.ndarray], start_epoch: int = 0) -> None:
         """Adds the trajectories of a file."""
-        rows = _unflatten("replay", self.replay[:3], arrays, 2)
-        stored = replay_lib.from_rows(rows, len(rows[2]))
+        rows = _unflatten("replay", self.replay[:4], arrays, 2)
+        stored = replay_lib.from_rows(rows, len(rows[2]), self._frames)
         epochs = [epoch for epoch in replay_lib.epoch_ids(stored) if epoch >= start_epoch]
         self._load_steps({epoch: list(replay_lib.trajectories(stored, epoch)) for epoch in epochs})
 
@@ -536,7 +562,7 @@ class RLTask:
         """Adds trajectories ``[S + 1, ..]`` whose last row has mask 0."""
         for epoch, steps in sorted(by_epoch.items()):
             if steps:
-                rollout = replay_lib.pack(steps, self.env.num_envs)
+                rollout = replay_lib.pack(steps, self.env.num_envs, self._frames)
                 replay_lib.end_running(self.replay)
                 self._store(rollout, epoch, None)
                 self._n_trajectories += len(steps)
@@ -609,7 +635,8 @@ class RLTask:
             raise ValueError(f"num_envs is {num_envs}; the state has {len(actor.needs_reset)}.")
         self._n_trajectories, self._n_interactions, *others = (int(x) for x in state["counts"])
         self.n_initial_interactions, self.n_eval_interactions, capacity = others
-        self.replay = replay_lib.from_rows(_unflatten("replay", self.replay[:3], state, 2), capacity)
+        rows = _unflatten("replay", self.replay[:4], state, 2)
+        self.replay = replay_lib.from_rows(rows, capacity, self._frames)
         self.rng.bit_generator.state = json.loads(state["rng"].tobytes())
         snapshot = _from_npz(state["env"].tobytes())
         if snapshot:
@@ -730,6 +757,8 @@ def _make_stacked(env: Any, n_frames: int) -> gymnasium.Env:
 
 
 def _make_atari(game: str, random_starts: bool, n_frames: int) -> gymnasium.Env:
+    if importlib.util.find_spec("cv2") is None:
+        raise ImportError("dm_suite: Atari games need the extra 'atari': pip install 'rl_trainers[atari]'")
     name = "".join(word.capitalize() for word in game.split("_"))
     spec = find_spec(game if "/" in game else f"ALE/{name}-v5")
     env = gymnasium.make(spec, disable_env_checker=True, frameskip=1)

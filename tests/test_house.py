@@ -18,6 +18,7 @@ LAYERS = [
     {"distributions", "advantages", "losses", "models", "optimizers"},
     {"rollout", "supervised", "replay", "ring", "envs", "checkpoint", "metrics"},
     {"trajectory"},
+    {"datasets"},
     {"task"},
     {"trainer", "off_policy", "policy_trainer", "value_trainer", "actor_critic", "joint", "sac"},
     {"drivers"},

@@ -249,7 +249,7 @@ class TestFirstUpdate:
         for _ in range(3):
             self.check(trainer)
         if model is NORMALIZED:
-            assert float(trainer.state.model_state["model_state"]["normalize"]["count"]) > 500
+            assert float(trainer.state.model_state["model_state"]["shared"]["normalize"]["count"]) > 500
         assert np.max(np.abs(self.ratios(trainer) - 1)) < 1e-5
 
     def test_actions_are_stored_as_sampled_and_clipped_for_the_environment(self):
@@ -545,7 +545,7 @@ def test_images_get_a_convolutional_network():
         train_steps_per_epoch=1,
         batch_size=None,
     )
-    assert trainer.state.params["shared"]["Conv_0"]["kernel"].shape == (8, 8, 4, 32)
+    assert trainer.state.params["shared"]["conv_0"]["kernel"].shape == (8, 8, 4, 32)
     assert np.isfinite(last_record(trainer)["joint_loss"])
     assert trainer.task.replayed().steps.observation.dtype == np.uint8
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from rl_trainers import models
 from rl_trainers.distributions import create_distribution
-from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value
+from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value, zoo
 
 KEY = jax.random.PRNGKey(0)
 BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -36,6 +36,26 @@ def seen(space, observation):
 
 def n_numbers(tree):
     return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def test_layer_norm_squash_by_hand():
+    model = build(models.LayerNormSquash(width=4), BOX)
+    params, _ = model.init(KEY, np.zeros((1, 3), np.float32))
+    params["policy"]["dense"]["kernel"] = jnp.eye(3, 4)
+    params["policy"]["layer_norm"] = {"scale": jnp.full(4, 2.0), "bias": jnp.array([0.0, 0, 0, 1])}
+    # Of (1, 2, 3, 0): mean 1.5, variance 1.25.
+    got = model.apply(params, {}, np.array([[1.0, 2, 3]]))
+    expected = np.tanh(2 * np.array([-0.5, 0.5, 1.5, -1.5]) / np.sqrt(1.25 + 1e-6) + [0, 0, 0, 1])
+    np.testing.assert_allclose(got[0], expected, rtol=1e-5)
+
+
+def test_layer_norm_squash_is_a_normalizer_that_can_be_shared():
+    policy = functools.partial(Policy, body=BODY, normalizer=models.LayerNormSquash)
+    value = functools.partial(Value, body=BODY)
+    pair = models.build_pair(policy, value, BOX, 1, policy_distribution=TWO, mode="train")
+    params, _ = pair.init(KEY, np.zeros((1, 3), np.float32))
+    assert set(params) == {"shared", "policy", "value"}
+    assert n_numbers(params) == (3 * 128 + 3 * 128) + 2 * (128 * 8 + 8) + (8 * 2 + 2) + (8 + 1)
 
 
 # What networks see.
@@ -144,6 +164,30 @@ def test_mlp_flattens_or_not():
     x = np.zeros((5, 2, 3), np.float32)
     assert MLP(layer_widths=(8,)).init_with_output(KEY, x)[0].shape == (5, 8)
     assert MLP(layer_widths=(8,), flatten=False).init_with_output(KEY, x)[0].shape == (5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "size, stride, padding",
+    [(8, 4, "VALID"), (4, 2, "SAME"), (3, 1, "VALID"), (5, 2, "SAME"), (2, 3, "VALID")],
+)
+def test_convolutions_are_those_of_xla(size, stride, padding):
+    x = jax.random.normal(KEY, (2, 21, 36, 3))
+    conv = zoo._Conv(5, size, stride, padding)
+    params = conv.init(KEY, x)
+    params["params"]["bias"] += 0.5
+
+    def expected(params, x):
+        axes = ("NHWC", "HWIO", "NHWC")
+        kernel, bias = params["params"]["kernel"], params["params"]["bias"]
+        y = jax.lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=axes)
+        return y + bias
+
+    def loss(function):
+        return lambda params, x: jnp.sum(jnp.sin(function(params, x)))
+
+    np.testing.assert_allclose(conv.apply(params, x), expected(params, x), rtol=1e-4, atol=1e-5)
+    gradients = [jax.jit(jax.grad(loss(f), argnums=(0, 1)))(params, x) for f in (conv.apply, expected)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *gradients)
 
 
 def test_atari_cnn_shapes():
@@ -287,14 +331,15 @@ def test_apply_gathers_nothing():
     factory = functools.partial(PolicyAndValue, body=BODY, normalizer=Normalize)
     model = build(factory, BOX, policy_distribution=TWO)
     params, state = model.init(KEY, np.full((4, 3), 7.0, np.float32))
-    assert float(state["model_state"]["normalize"]["count"]) == 0
+    assert float(state["model_state"]["shared"]["normalize"]["count"]) == 0
     output = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
     assert len(output) == 2  # no statistics beside the outputs
     state = model.gather(params, state, np.full((4, 3), 7.0, np.float32), np.ones(4, np.float32))
-    assert float(state["model_state"]["normalize"]["count"]) == 4
+    assert float(state["model_state"]["shared"]["normalize"]["count"]) == 4
     # All rows equal the mean, so the network sees zeros.
     zero = build(functools.partial(PolicyAndValue, body=BODY), BOX, policy_distribution=TWO)
-    expected = zero.apply(params, {}, np.zeros((4, 3), np.float32))
+    params_of_zero = {**params, "shared": params["shared"]["body"]}
+    expected = zero.apply(params_of_zero, {}, np.zeros((4, 3), np.float32))
     got = model.apply(params, state, np.full((4, 3), 7.0, np.float32))
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
@@ -373,5 +418,6 @@ def test_factories_get_only_the_arguments_that_they_take():
 
 
 def test_other_things_are_refused():
-    with pytest.raises(TypeError, match=r"returned a int; it should return a flax.linen module, a pair"):
+    match = r"returned a int; it should return a flax.linen or flax.nnx module, a Trax layer, a pair"
+    with pytest.raises(TypeError, match=match):
         build(lambda: 3, BOX)

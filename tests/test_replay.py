@@ -2,14 +2,18 @@
 
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.spaces import Box
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import FrameStackObservation, TransformObservation
 
 from rl_trainers import replay as replay_lib
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.envs.host import make_host_env
 from rl_trainers.envs.probe import Counting
+from rl_trainers.replay import Frames
 from rl_trainers.types import EnvInfo, Rollout, TimeStep
 
 
@@ -32,6 +36,13 @@ class Player:
         rollout = rollout_lib.pad(rollout, length + pad)
         self.replay = replay_lib.add(self.replay, rollout, epoch, **self.settings)
         return rollout
+
+    def row(self):
+        """A row to create a replay with."""
+        ones = np.ones(self.env.num_envs, np.float32)
+        row = first_row(make_rollout([0.0], False).steps)
+        row = jax.tree.map(lambda x: np.repeat(x, self.env.num_envs, 0), row)
+        return row._replace(observation=self.actor.observation, action=ones.astype(np.int64))
 
     def act(self, observation, policy_state, needs_reset, key):
         return np.zeros(self.env.num_envs, np.int64), None, policy_state, key
@@ -156,7 +167,9 @@ def test_padding_is_not_stored_but_reset_rows_are():
     player = Player(3)
     player.play(2, pad=2)
     assert player.replay.size == 2
-    player.play(2, pad=4)
+    player.play(1, pad=1)
+    assert player.replay.size == 3
+    player.play(1, pad=4)
     player.play(1)
     found = replay_lib.segments(player.replay)
     np.testing.assert_array_equal(found.length, [3, 1])
@@ -354,9 +367,147 @@ def test_memory_of_a_cartpole_step():
     assert nbytes(replay) / 1_024 <= 3 * 26
 
 
-def test_images_stay_uint8():
+def test_images_stay_uint8_and_each_frame_is_stored_once():
     row = first_row(make_rollout([0.0], True).steps)
     row = row._replace(observation=np.zeros((1, 84, 84, 4), np.uint8))
-    replay = replay_lib.create(row, 1_000)
+    replay = replay_lib.create(row, 1_000, Frames(4, -1))
     assert replay.steps.observation.dtype == np.uint8
-    assert replay.steps.observation.nbytes <= 28_300_000
+    assert replay.steps.observation.nbytes == 84 * 84 * 1_004
+    whole = replay_lib.create(row, 1_000)
+    assert whole.steps.observation.nbytes == 84 * 84 * 4 * 1_001 <= 28_300_000
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_frame_rows(array):
+    row, older = array([5, 1, 0]), array(np.array([0, 2, 255], np.uint8))
+    rows = replay_lib.frame_rows(row, older, 4, 10)
+    np.testing.assert_array_equal(rows, [[5, 5, 5, 5], [9, 9, 0, 1], [7, 8, 9, 0]])
+
+
+def stack_player(axis, *lengths, k=3, **settings):
+    """A player whose observations are the newest ``k`` of (env id, episode, t), as u8 along ``axis``."""
+    player = Player(*lengths, **settings)
+
+    def make(n, i):
+        env = FrameStackObservation(Counting(n, i), k)
+        return env if axis == 0 else TransformObservation(env, np.transpose, Box(-1, 255, (3, k)))
+
+    player.env = make_host_env(SyncVectorEnv([lambda n=n, i=i: make(n, i) for i, n in enumerate(lengths)]))
+    player.actor = player.actor._replace(observation=player.env.reset(0))
+    player.replay = replay_lib.create(player.row(), player.capacity, Frames(k, axis))
+    return player
+
+
+def check_stacks(observation, axis, real=True):
+    """The stacks of observations ``[.., *obs]``, whose frames count up to the newest from 0 or more."""
+    stacks = np.moveaxis(observation, -1, -2) if axis == -1 else observation
+    k = stacks.shape[-2]
+    expected = np.repeat(stacks[..., -1:, :], k, axis=-2)
+    expected[..., 2] = (expected[..., 2] - np.arange(k)[::-1]).clip(min=0)
+    np.testing.assert_array_equal(stacks[real], expected[real])
+    return stacks
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("seed", range(6))
+def test_restacked_frames_equal_whole_stacks(seed, axis):
+    """Over ends of episodes, ring wrap-around, pieces, removed epochs and a way through files."""
+    rng = np.random.default_rng(seed)
+    lengths, capacity, k = rng.integers(1, 14, 3), int(rng.integers(5, 40)), int(rng.integers(2, 6))
+    max_steps = [None, 4][seed % 2]
+    settings = {"capacity": capacity, "grow": seed % 3 == 0, "max_steps": max_steps}
+    player = stack_player(axis, *lengths, k=k, **settings)
+    whole = replay_lib.create(player.row(), capacity)
+    for epoch in range(20):
+        rollout = player.play(int(rng.integers(1, min(9, capacity))), epoch, pad=int(rng.integers(3)))
+        whole = replay_lib.add(whole, rollout, epoch, **player.settings)
+        if epoch % 3 == 1:
+            player.replay, whole = (
+                replay_lib.remove(x, (x.epoch == epoch - 1) | (x.epoch < epoch - 6))
+                for x in (player.replay, whole)
+            )
+        if epoch % 4 == 2:
+            rows = replay_lib.to_rows(player.replay)
+            player.replay = replay_lib.from_rows(rows, player.replay.capacity, Frames(k, axis))
+        got, expected = replay_lib.ordered(player.replay), replay_lib.ordered(whole)
+        end = whole.size  # what lies beyond is of no meaning
+        assert len(got.steps.mask) >= end == player.replay.size
+        for x, y in zip(*map(jax.tree.leaves, (got.steps, expected.steps)), strict=True):
+            np.testing.assert_array_equal(x[:end], y[:end])
+        np.testing.assert_array_equal(got.last_observation, expected.last_observation)
+        check_stacks(got.steps.observation[:end], axis)
+        draws = [
+            replay_lib.sample_slices(np.random.default_rng(epoch), replay, 64, 5, 2)
+            for replay in (player.replay, whole)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *draws)
+        for some, others in zip(
+            replay_lib.trajectories(player.replay, epoch), replay_lib.trajectories(whole, epoch), strict=True
+        ):
+            jax.tree.map(np.testing.assert_array_equal, some, others)
+
+
+def test_frames_before_the_oldest_row_are_kept():
+    player = stack_player(0, 100, k=4, capacity=5, grow=False)
+    for epoch in range(9):
+        player.play(2, epoch)
+    observation = check_stacks(replay_lib.ordered(player.replay).steps.observation, 0)
+    np.testing.assert_array_equal(observation[0, 0, :, 2], [10, 11, 12, 13])
+    rows = replay_lib.to_rows(player.replay)
+    assert len(rows[2]) == 3 + 5 + 1
+    # A rollout that is longer than the ring leaves its newest rows, with the frames before them.
+    player.play(3)
+    player.play(11)
+    observation = check_stacks(replay_lib.ordered(player.replay).steps.observation, 0)
+    np.testing.assert_array_equal(observation[0, 0, :, 2], [24, 25, 26, 27])
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_rollout_from_the_middle_of_episodes_brings_its_older_frames(axis, grow):
+    player = stack_player(axis, 9, 4, capacity=16, grow=grow)
+    player.play(3)
+    kept, player.replay = player.replay, replay_lib.create(player.row(), 1, Frames(3, axis))
+    player.play(4)  # is not added
+    player.replay = kept
+    player.play(6, 1)
+    replay = player.replay
+    # Decisions of the first environment: t = 0..2, then 7, 8, and 0..2 of the next episode; of the second
+    # one, whose rollout from elsewhere begins at t = 2 of its next episode: 0..2, then 2, 3 and 0..2.
+    steps = replay_lib.ordered(replay).steps
+    real = steps.mask > 0
+    stacks = check_stacks(steps.observation, axis, real)
+    np.testing.assert_array_equal(stacks[:, 0, -1, 2][real[:, 0]], [0, 1, 2, 7, 8, 0, 1, 2])
+    np.testing.assert_array_equal(replay_lib.segments(replay).length, [3, 2, 3, 3, 2, 3])
+    np.testing.assert_array_equal(stacks[real[:, 0], 0][3, :, 2], [5, 6, 7])
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_packed_pieces_of_episodes_keep_their_older_frames(axis):
+    player = stack_player(axis, 11, 5, max_steps=3)
+    player.play(20)
+    pieces = list(replay_lib.trajectories(player.replay, 0))
+    rollout = replay_lib.pack(pieces, 3, player.replay.frames)
+    row = first_row(rollout.steps)
+    packed = replay_lib.create(row, 1, player.replay.frames)
+    packed = replay_lib.add(packed, rollout, 0, gamma=0.5)
+    again = list(replay_lib.trajectories(packed, 0))
+
+    def numbers(piece):
+        return tuple(check_stacks(piece.observation, axis)[:, -1].astype(int).ravel())
+
+    def by_number(pieces):
+        return dict(zip(map(numbers, pieces), pieces, strict=True))
+
+    pieces, again = by_number(pieces), by_number(again)
+    assert pieces.keys() == again.keys() and len(pieces) == 14
+    for key, piece in pieces.items():
+        jax.tree.map(np.testing.assert_array_equal, piece, again[key])
+
+
+def test_stacks_that_do_not_follow_one_another_are_refused():
+    player = stack_player(0, 9)
+    rollout = player.play(5)
+    rollout.steps.observation[3, 0, 0] = 77
+    with pytest.raises(ValueError, match="the 3 frames of row 3, environment 0, are neither those of"):
+        replay_lib.add(replay_lib.create(player.row(), 1, Frames(3, 0)), rollout, 0, gamma=0.5)

@@ -666,6 +666,54 @@ def test_stacked_frames():
     np.testing.assert_array_equal(rollout.steps.observation[2, 0, :, 2], [0, 1, 2])
 
 
+def test_stacked_frames_are_stored_once_through_files_and_resume(tmp_path):
+    def make(**settings):
+        env = functools.partial(Counting, 9)
+        return RLTask(env, num_stacked_frames=3, max_steps=4, time_limit=20, **settings)
+
+    task = make(capacity=14, num_envs=2, n_replay_epochs=9)
+    for epoch in range(3):
+        task.add(task.collect(still_act, unroll_length=5)[0], epoch)
+    assert task.replay.steps.observation.shape == (7 + 3, 2, 3)
+    expected = task.replayed()
+    np.testing.assert_array_equal(expected.steps.observation[0, 0, :, 2], [6, 7, 8])
+    np.testing.assert_array_equal(expected.steps.observation[3, 0, :, 2], [0, 0, 1])
+    task.save_to_file(tmp_path / "saved.npz")
+    resumed, loaded = make(capacity=14, num_envs=2), make(initial_trajectories=tmp_path / "saved.npz")
+    resumed.load_state_dict(task.state_dict())
+    jax.tree.map(np.testing.assert_array_equal, resumed.replayed(), expected)
+    for other in (resumed, loaded):
+        for epoch, trajectories in task.trajectories.items():
+            pairs = zip(trajectories, other.trajectories[epoch], strict=True)
+            for one, another in pairs:
+                jax.tree.map(np.testing.assert_array_equal, one.to_np(), another.to_np())
+    with pytest.raises(ValueError, match="num_stacked_frames is 300; it must be at most 256"):
+        RLTask(functools.partial(Counting, 9), num_stacked_frames=300)
+
+
+def test_atari_frames_are_stored_once_and_read_as_they_came():
+    pytest.importorskip("ale_py", reason="the extra atari is not installed")
+    task = RLTask("pong", dm_suite=True, num_stacked_frames=4, num_envs=2, time_limit=9)
+    assert task.observation_space.shape == (84, 84, 4)
+    rollout, _ = task.collect(random_act(task), unroll_length=30)
+    assert rollout.steps.truncated.sum() == 6 and rollout.steps.observation.dtype == np.uint8
+    task.add(rollout, 1)
+    assert task.replay.steps.observation.nbytes == (32 + 4) * 2 * 84 * 84
+    stored = task.replayed()
+    np.testing.assert_array_equal(stored.steps.observation[:30], rollout.steps.observation)
+    np.testing.assert_array_equal(stored.last_observation, rollout.last_observation)
+    # The frames of an episode's first observation are all the same, those of its last one are not.
+    first = rollout.steps.observation[0, 0]
+    np.testing.assert_array_equal(first, np.repeat(first[..., -1:], 4, -1))
+    assert not np.array_equal(rollout.steps.observation[9, 0, :, :, 0], first[..., -1])
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"Atari games need the extra 'atari': pip install 'rl_tr"):
+        RLTask("pong", dm_suite=True)
+
+
 def test_dict_observations_and_actions():
     class Pairs(gymnasium.Env):
         observation_space = spaces.Dict({"a": spaces.Box(0, 9, (2,), np.float32)})

@@ -264,7 +264,7 @@ def test_ppo_resumes_exactly(tmp_path):
         return ppo(joint_model=NORMALIZED, n_eval_episodes=1, output_dir=directory)
 
     trainer = check_resume(make, tmp_path)
-    count = trainer.state.model_state["model_state"]["normalize"]["count"]
+    count = trainer.state.model_state["model_state"]["shared"]["normalize"]["count"]
     assert float(count) == trainer.task.n_interactions()
     # A new run in a directory of its own starts from the beginning.
     assert make(str(tmp_path / "new")).current_epoch == 0
@@ -509,7 +509,7 @@ def test_normaliser_statistics_take_in_each_row_once():
     task = RLTask(functools.partial(Counting, 1000), num_envs=2)
     trainer = AWRJoint(task, n_replay_epochs=3, **{**TINY, "joint_model": NORMALIZED})
     trainer.run(3)
-    normalize = trainer.state.model_state["model_state"]["normalize"]
+    normalize = trainer.state.model_state["model_state"]["shared"]["normalize"]
     # t = 0 .. 47 in both environments.
     assert float(normalize["count"]) == 96
     np.testing.assert_allclose(normalize["mean"][2], np.arange(48).mean(), rtol=1e-5)
@@ -571,7 +571,7 @@ def test_an_overridden_stream_is_what_is_trained_on(streamed):
 
 def test_an_overridden_stream_still_gathers_statistics(streamed):
     trainer, _, _ = streamed
-    normalize = trainer.state.model_state["model_state"]["normalize"]
+    normalize = trainer.state.model_state["model_state"]["shared"]["normalize"]
     assert float(normalize["count"]) == trainer.task.n_interactions() == 64
 
 

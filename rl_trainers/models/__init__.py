@@ -2,7 +2,8 @@
 
 This is the only package that knows a network library. A trainer is given a *factory*, which it calls as
 ``factory(policy_distribution=..., mode=...)`` (arguments that the factory does not take are left out) and
-which returns a linen module, a pair ``(init, apply)`` of functions, or a :class:`Model`.
+which returns a linen or nnx module, a Trax layer, a pair ``(init, apply)`` of functions, or a
+:class:`Model`. A factory with an argument ``rngs`` gets ``flax.nnx.Rngs``, seeded by the trainer.
 
 Networks see observations with exactly one leading axis. Before that every leaf of the observation is made
 a float: images (uint8) are divided by 255, here and nowhere else; ``Discrete`` and ``MultiDiscrete``
@@ -15,6 +16,7 @@ from rl_trainers.models.building import build, build_pair, default
 from rl_trainers.models.zoo import (
     MLP,
     AtariCnn,
+    LayerNormSquash,
     Normalize,
     Policy,
     PolicyAndValue,
@@ -25,6 +27,7 @@ from rl_trainers.models.zoo import (
 __all__ = [
     "MLP",
     "AtariCnn",
+    "LayerNormSquash",
     "Model",
     "Normalize",
     "Policy",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
+from rl_trainers.models import nnx_modules, trax_layers
 from rl_trainers.types import PyTree
 
 
@@ -77,10 +78,24 @@ def _leading(space: gym.Space, observation: PyTree) -> tuple[int, ...]:
 
 def call(factory: Callable, **kwargs) -> Any:
     """Calls a factory with those of ``kwargs`` that it takes."""
-    parameters = inspect.signature(factory).parameters.values()
+    parameters = nnx_modules.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return factory(**kwargs)
     return factory(**{p.name: kwargs[p.name] for p in parameters if p.name in kwargs})
+
+
+def made(factory: Any, **kwargs) -> Any:
+    """What :func:`adapt` takes: the network that a model factory returns, or ``factory`` if it is one itself.
+
+    A factory with an argument ``rngs``, as modules of ``flax.nnx`` have, is called when parameters are
+    initialised.
+    """
+    is_own = isinstance(factory, (nn.Module, Model)) or nnx_modules.is_module(factory)
+    if is_own or (trax_layers.is_layer(factory) and not inspect.isclass(factory)):
+        return factory
+    if "rngs" in nnx_modules.signature(factory).parameters:
+        return nnx_modules.Factory(lambda rngs: call(factory, rngs=rngs, **kwargs))
+    return call(factory, **kwargs)
 
 
 def adapt(
@@ -89,10 +104,10 @@ def adapt(
     """Makes a network a :class:`Model` with its parameters under ``part``.
 
     Args:
-        network: a linen module, or a pair ``(init, apply)`` of functions ``(key, x [R, ..]) -> params`` and
-            ``(params, x [R, ..]) -> output``. Modules that gather statistics are called with a keyword
-            ``mask [R]`` for that. Networks of the value of actions are called with a keyword
-            ``action [K, R, A]`` and return ``[K, R]``.
+        network: a linen or nnx module, a Trax layer, or a pair ``(init, apply)`` of functions
+            ``(key, x [R, ..]) -> params`` and ``(params, x [R, ..]) -> output``. Modules that gather
+            statistics are called with a keyword ``mask [R]`` for that. Networks of the value of actions are
+            called with a keyword ``action [K, R, A]`` and return ``[K, R]``.
         observation_space: of one environment.
         part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
             ``'value'`` already.
@@ -101,14 +116,18 @@ def adapt(
     Raises:
         TypeError: if it is something else.
     """
+    if trax_layers.is_layer(network):
+        network = trax_layers.functions(network, is_policy=part == "policy")
     if isinstance(network, nn.Module):
         inner = _linen(network)
+    elif isinstance(network, nnx_modules.Factory) or nnx_modules.is_module(network):
+        inner = Model(*nnx_modules.functions(network))
     elif isinstance(network, tuple) and len(network) == 2:
         inner = _functions(*network)
     else:
         raise TypeError(
-            f"the model factory returned a {type(network).__name__}; it should return a flax.linen "
-            "module, a pair (init, apply) or a Model"
+            f"the model factory returned a {type(network).__name__}; it should return a flax.linen or "
+            "flax.nnx module, a Trax layer, a pair (init, apply) or a Model"
         )
     model = _over_any_axes(inner, observation_space, action_space)
     return _in_parts(model, observation_space, part)

@@ -11,7 +11,8 @@ import gymnasium as gym
 import jax
 import numpy as np
 
-from rl_trainers.models.adapters import Model, adapt, call
+from rl_trainers.models import trax_layers
+from rl_trainers.models.adapters import Model, adapt, made
 from rl_trainers.models.zoo import MLP, AtariCnn, Policy, PolicyAndValue, Value
 
 
@@ -37,7 +38,7 @@ def build(
     Raises:
         TypeError: if the factory returns something that is no network.
     """
-    network = factory if isinstance(factory, (nn.Module, Model)) else call(factory, **kwargs)
+    network = made(factory, **kwargs)
     if isinstance(network, Model):
         return network
     return adapt(network, observation_space, part, action_space)
@@ -61,10 +62,13 @@ def build_pair(
 
     Raises:
         ValueError: if ``n_shared_layers`` is out of range, or positive for networks that are not
-            :class:`Policy` and :class:`Value`.
+            :class:`Policy` and :class:`Value` or Serial layers of Trax, whose sublayers it then counts.
     """
     if n_shared_layers:
-        return build(_shared(policy, value, n_shared_layers, **kwargs), observation_space, "shared")
+        policy, value = (made(factory, **kwargs) for factory in (policy, value))
+        is_trax = trax_layers.is_layer(policy) and trax_layers.is_layer(value)
+        network = (trax_layers.shared if is_trax else _shared)(policy, value, n_shared_layers)
+        return adapt(network, observation_space, "shared")
     one = build(policy, observation_space, "policy", **kwargs)
     other = build(value, observation_space, "value", **kwargs)
 
@@ -87,30 +91,27 @@ def build_pair(
     return Model(init, functools.partial(both, "apply"), gather)
 
 
-def _shared(policy: Any, value: Any, n_shared_layers: int, **kwargs) -> PolicyAndValue:
-    made = [
-        network if isinstance(network, nn.Module) else call(network, **kwargs)
-        for network in (policy, value)
-    ]
-    if not (isinstance(made[0], Policy) and isinstance(made[1], Value)):
+def _shared(policy: Any, value: Any, n_shared_layers: int) -> PolicyAndValue:
+    if not (isinstance(policy, Policy) and isinstance(value, Value)):
         raise ValueError(
-            f"n_shared_layers={n_shared_layers} needs networks made by models.Policy and models.Value, and "
-            f"these are {type(made[0]).__name__} and {type(made[1]).__name__}; nearest valid value: 0"
+            f"n_shared_layers={n_shared_layers} needs networks made by models.Policy and models.Value, or "
+            f"two Serial layers of Trax; these are {type(policy).__name__} and {type(value).__name__}; "
+            "nearest valid value: 0"
         )
-    most = 1 + (made[0].normalizer is not None)
+    most = 1 + (policy.normalizer is not None)
     if not 0 < n_shared_layers <= most:
         raise ValueError(
             f"n_shared_layers={n_shared_layers} must lie between 0 and {most}, the policy's layers under "
             "its head"
         )
     return PolicyAndValue(
-        kwargs["policy_distribution"],
-        made[0].body,
-        made[0].normalizer,
+        policy.policy_distribution,
+        policy.body,
+        policy.normalizer,
         joint=n_shared_layers == most,
-        head_init_range=made[0].head_init_range,
-        value_body=made[1].body,
-        value_head_init_range=made[1].head_init_range,
+        head_init_range=policy.head_init_range,
+        value_body=value.body,
+        value_head_init_range=value.head_init_range,
     )
 
 
