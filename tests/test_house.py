@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"types"},
     {"distributions", "advantages", "losses", "models", "optimizers"},
-    {"rollout", "supervised", "replay", "envs", "checkpoint", "metrics"},
+    {"rollout", "windows", "supervised", "replay", "envs", "checkpoint", "metrics"},
     {"trajectory"},
     {"task"},
     {"trainer", "policy_trainer", "value_trainer", "actor_critic", "joint"},
