@@ -151,8 +151,9 @@ def blocks_and_before(tree: PyTree, length: int) -> PyTree:
     """Rows ``[N, 2 L, ..]``: the blocks of ``[T, B, ..]``, each behind the one before it, or behind zeros."""
 
     def cut(x):
-        before = jnp.concatenate([jnp.zeros_like(x, shape=(length, *x.shape[1:])), x])[: len(x)]
-        return jnp.concatenate([blocks(before, length), blocks(x, length)], axis=1)
+        own = blocks(x, length)
+        before = jnp.concatenate([jnp.zeros_like(x, shape=(length, *x.shape[1:])), x])
+        return jnp.concatenate([blocks(before, length)[: len(own)], own], axis=1)
 
     return jax.tree.map(cut, tree)
 
