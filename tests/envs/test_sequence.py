@@ -198,7 +198,7 @@ def test_actions_without_effect_change_no_gradient(name):
     make, arguments = TRAINERS[name]
 
     def trained(replaced):
-        task = RLTask(lambda: copying(max_length=2), num_envs=2, initial_trajectories=8, seed=2)
+        task = RLTask(lambda: copying(n=2, max_length=2), num_envs=2, initial_trajectories=8, seed=2)
         trainer = make(task, **arguments)
         data, *_ = trainer._collect()
         steps = data.steps
