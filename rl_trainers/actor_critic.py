@@ -103,7 +103,7 @@ class ActorCriticTrainer(PolicyTrainer):
 
         self._model = pair._replace(apply=apply)
         self._policy_model = pair._replace(apply=lambda *arguments: apply(*arguments)[0])
-        self._start(pair.init, [self._value_trainer, self._policy_trainer])
+        self._start(pair.init, [self._value_trainer, self._policy_trainer], pair.is_sequence)
 
     def value_batches_stream(self):
         """The batches ``[N, L]`` that the value function trains on; override it to train on others."""
@@ -111,7 +111,9 @@ class ActorCriticTrainer(PolicyTrainer):
 
     def make_batch(self, state: TrainState, data: Rollout, hparams: dict) -> Batch:
         """Advantages from one pass of the value function over all rows; axes ``[T, B]``."""
-        return judge(self._model, self._estimator, self._distribution, state, data)
+        return judge(
+            self._model, self._estimator, self._distribution, state, data, self.max_slice_length
+        )
 
     def _value_loss(self, params: PyTree, model_state: PyTree, batch: Batch, hparams: dict):
         _, value = self._model.apply(params, model_state, batch.observation)

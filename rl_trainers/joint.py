@@ -99,7 +99,7 @@ class ActorCriticJointTrainer(RLTrainer):
             n_evals=supervised_evals_per_epoch,
             n_eval_steps=supervised_eval_steps,
         )
-        self._start(self._model.init, [self._trainer])
+        self._start(self._model.init, [self._trainer], self._model.is_sequence)
 
     def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
         """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""
@@ -107,7 +107,9 @@ class ActorCriticJointTrainer(RLTrainer):
 
     def make_batch(self, state: TrainState, data: Rollout, hparams: dict) -> Batch:
         """Advantages from one pass of the value function over all rows; axes ``[T, B]``."""
-        return judge(self._model, self._estimator, self._distribution, state, data)
+        return judge(
+            self._model, self._estimator, self._distribution, state, data, self.max_slice_length
+        )
 
     def gather(self, state: TrainState, data: Rollout) -> PyTree:
         """``model_state`` after taking in the observations of ``data``."""

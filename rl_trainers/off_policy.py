@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rl_trainers import advantages, models, optimizers, ring, rollout
+from rl_trainers import advantages, models, optimizers, replay, ring, rollout
 from rl_trainers.supervised import Trainer
 from rl_trainers.task import RLTask
 from rl_trainers.trainer import RLTrainer, compiled
@@ -139,7 +139,8 @@ class OffPolicyTrainer(RLTrainer):
         self._exploration = optimizers.resolve_schedule(exploration_rate)
         self._explores_by_epoch = exploration_interval == "epoch"
         self._estimator = models.call(advantage_estimator, gamma=task.gamma, margin=n_step)
-        self._frames = getattr(task, "frames", None)
+        # What timestep_to_np makes of observations is stored as it is.
+        self._frames = task.replay.frames if task.timestep_to_np is None else replay.Frames()
         self._metric_names: list[str] = []
         self._ring = self._initial_ring(max(replay_capacity // num_envs, 2 * n_step))
         self._n_updates = 0
@@ -186,7 +187,7 @@ class OffPolicyTrainer(RLTrainer):
         self,
         n_updates: int,
         state: TrainState,
-        replay: ring.Ring,
+        memory: ring.Ring,
         totals: jax.Array,
         event: Event,
         draws: Draws,
@@ -197,26 +198,26 @@ class OffPolicyTrainer(RLTrainer):
         Args:
             n_updates: optimizer steps to take; static.
             state: consumed.
-            replay: consumed.
+            memory: consumed.
             totals: consumed; see :meth:`learn_steps`.
             event: what happened.
             draws: random actions.
             hparams: see :meth:`hparams`.
 
         Returns:
-            ``(replay, state, totals, action [B, *act], key)``. The replay comes first because XLA looks at
+            ``(memory, state, totals, action [B, *act], key)``. The replay comes first because XLA looks at
             results in their order: if it met the reads before the write, it would copy the replay.
         """
-        replay = ring.add(replay, event.action, event.facts, event.observation, self._frames)
-        state, totals = self.learn_steps(n_updates, state, replay, totals, event.update, hparams)
+        memory = ring.add(memory, event.action, event.facts, event.observation, self._frames)
+        state, totals = self.learn_steps(n_updates, state, memory, totals, event.update, hparams)
         action, key = self.explore(state, event, draws)
-        return replay, state, totals, action, key
+        return memory, state, totals, action, key
 
     def learn_steps(
         self,
         n_updates: int,
         state: TrainState,
-        replay: ring.Ring,
+        memory: ring.Ring,
         totals: jax.Array,
         update: jax.Array,
         hparams: dict,
@@ -226,7 +227,7 @@ class OffPolicyTrainer(RLTrainer):
         Args:
             n_updates: optimizer steps to take; static.
             state: consumed.
-            replay: what to draw from.
+            memory: what to draw from.
             totals: consumed; sums of weighted metrics over the epoch and of the weights, f32 ``[M + 1]``.
             update: i32 ``[]``, steps taken before in this epoch.
             hparams: see :meth:`hparams`.
@@ -238,7 +239,7 @@ class OffPolicyTrainer(RLTrainer):
         def step(i, carry):
             state, totals = carry
             key, key_sample, key_step = jax.random.split(state.key, 3)
-            data = ring.sample(key_sample, replay, self.batch_size, self.n_step, self._frames)
+            data = ring.sample(key_sample, memory, self.batch_size, self.n_step, self._frames)
             numbers = {**hparams, "update": i, "key": key_step}
             state, metrics = self.learn_step(state._replace(key=key), data, numbers)
             self._metric_names = list(metrics)
@@ -325,8 +326,16 @@ class OffPolicyTrainer(RLTrainer):
     # The loop.
 
     def _start(
-        self, init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]], trainers: list[Trainer]
+        self,
+        init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+        trainers: list[Trainer],
+        is_sequence: bool = False,
     ) -> None:
+        if is_sequence:
+            raise ValueError(
+                f"{type(self).__name__} draws single steps, and a sequence network needs those before them; "
+                "AWR and ExpertIteration can use one"
+            )
         self._advance = compiled(self.advance, static_argnums=0, donate_argnums=(1, 2, 3))
         self._learn_steps = compiled(self.learn_steps, static_argnums=0, donate_argnums=(1, 3))
         self._explore = compiled(self.explore)

@@ -87,7 +87,8 @@ class PolicyTrainer(RLTrainer):
             policy_distribution=self._distribution,
             mode="train",
         )
-        self._start(self._policy_model.init, [self._policy_trainer])
+        is_sequence = self._policy_model.is_sequence
+        self._start(self._policy_model.init, [self._policy_trainer], is_sequence)
 
     def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
         """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""
@@ -390,8 +391,10 @@ def best_trajectories(
     Returns:
         f32 ``[T, B]``, 1 for rows of finished trajectories that were chosen.
     """
-    columns = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), (steps.reward, steps.mask, steps.done))
-    reward, mask, done = (x.reshape(-1) for x in columns)
+    passes = (steps.mask > 0) & (np.asarray(steps.env_info.discount_mask) > 0)
+    facts = (steps.reward, steps.mask, steps.done, passes)
+    columns = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), facts)
+    reward, mask, done, passes = (x.reshape(-1) for x in columns)
     first = np.zeros(steps.mask.T.shape, bool)
     first[:, 0] = True
     first = first.reshape(-1)
@@ -402,8 +405,8 @@ def best_trajectories(
     returns = np.zeros(label[-1] + 1)
     finished = np.zeros(label[-1] + 1, bool)
     np.logical_or.at(finished, label[mask > 0], done[mask > 0])
-    position = np.arange(mask.size)
-    age = position - position[begins][np.maximum(label, 0)]
+    time = np.cumsum(passes) - passes
+    age = time - time[begins][np.maximum(label, 0)]
     np.add.at(returns, label[mask > 0], (reward * gamma**age)[mask > 0])
     chosen = np.zeros(len(returns), bool)
     candidates = rng.permutation(np.flatnonzero(finished))

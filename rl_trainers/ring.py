@@ -15,19 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rl_trainers.replay import Frames, frame_rows
 from rl_trainers.types import EnvInfo, PyTree, Rollout, TimeStep
 
-
-class Frames(NamedTuple):
-    """How observations are stacked frames, of which the ring keeps the newest.
-
-    Attributes:
-        axis: of one observation, along which frames are stacked, the oldest first.
-        length: frames in a stack.
-    """
-
-    axis: int
-    length: int
+_NO_STACKS = Frames()
 
 
 class Ring(NamedTuple):
@@ -75,7 +66,7 @@ def _unpack(observation: PyTree, action: PyTree, facts: jax.Array) -> TimeStep:
 
 
 def create(
-    steps: TimeStep, observation: PyTree, capacity: int, frames: Frames | None = None
+    steps: TimeStep, observation: PyTree, capacity: int, frames: Frames = _NO_STACKS
 ) -> Ring:
     """A ring that holds the newest rows of ``steps``.
 
@@ -83,7 +74,7 @@ def create(
         steps: host arrays ``[S, B, ..]`` in time order, in the shapes and dtypes to store; ``S`` may be 0.
         observation: ``[B, *obs]`` what the open row is about.
         capacity: rows to hold.
-        frames: see :class:`Frames`; ``None`` stores observations as they are.
+        frames: how observations are stacks, of which only the newest frame is stored.
     """
     steps = jax.tree.map(lambda x: x[-capacity:], steps)
     row = np.arange(len(steps.mask) + 1)[:, None]
@@ -125,7 +116,7 @@ def from_rows(rows: tuple, capacity: int) -> Ring:
 
 
 def add(
-    ring: Ring, action: PyTree, facts: Any, following: PyTree, frames: Frames | None = None
+    ring: Ring, action: PyTree, facts: Any, following: PyTree, frames: Frames = _NO_STACKS
 ) -> Ring:
     """Stores what happened after the open row's observation; traced.
 
@@ -154,7 +145,7 @@ def add(
 
 
 def sample(
-    key: jax.Array, ring: Ring, n: int, length: int, frames: Frames | None = None
+    key: jax.Array, ring: Ring, n: int, length: int, frames: Frames = _NO_STACKS
 ) -> Rollout:
     """Draws runs of neighbouring rows with replacement, all stored ones equally likely; traced.
 
@@ -171,7 +162,7 @@ def sample(
     """
     n_rows, num_envs = ring.position.shape
     # Stacks of the oldest rows would reach into rows that are overwritten.
-    lost = 0 if frames is None else jnp.where(ring.size == n_rows - 1, frames.length - 1, 0)
+    lost = jnp.where(ring.size == n_rows - 1, frames.depth - 1, 0)
     count = (jnp.maximum(ring.size - length - lost, 0) + 1).astype(jnp.uint32) * num_envs
     # The rest of 32 random bits favours no number by more than count / 2^32.
     drawn = (jax.random.bits(key, (n,), jnp.uint32) % count).astype(jnp.int32)
@@ -184,7 +175,7 @@ def sample(
     return Rollout(steps, jax.tree.map(lambda x: x[-1], observation))
 
 
-def restart(ring: Ring, observation: PyTree, frames: Frames | None = None) -> Ring:
+def restart(ring: Ring, observation: PyTree, frames: Frames = _NO_STACKS) -> Ring:
     """Makes the open row be about ``observation``, after a break.
 
     Where it is about something else, its environment restarted, and the newest row is dropped, since what
@@ -211,21 +202,20 @@ def restart(ring: Ring, observation: PyTree, frames: Frames | None = None) -> Ri
     )
 
 
-def _newest(observation: PyTree, frames: Frames | None, n_leading: int) -> PyTree:
-    """The newest frame of observations with ``n_leading`` leading axes; it keeps its axis."""
-    if frames is None:
+def _newest(observation: PyTree, frames: Frames, n_leading: int) -> PyTree:
+    """The newest frames of observations with ``n_leading`` leading axes."""
+    if frames.depth == 1:
         return observation
-    return observation[(slice(None),) * (n_leading + frames.axis) + (slice(-1, None),)]
+    axis = -1 if frames.axis == -1 else n_leading
+    return jax.tree.map(lambda x: x.take(-1, axis), observation)
 
 
-def _observations(ring: Ring, rows: Any, column: Any, frames: Frames | None) -> PyTree:
-    """Observations ``[.., *obs]`` of rows, stacked again where only frames are stored.
-
-    Before the first observation of an episode its first frame is repeated.
-    """
-    if frames is None:
+def _observations(ring: Ring, rows: Any, column: Any, frames: Frames) -> PyTree:
+    """Observations ``[L, N, *obs]`` of rows, stacked again where only frames are stored."""
+    if frames.depth == 1:
         return jax.tree.map(lambda x: x[rows, column], ring.observation)
-    back = jnp.arange(frames.length - 1, -1, -1).reshape(-1, *[1] * rows.ndim)
-    back = jnp.minimum(back, ring.position[rows, column])
-    stacked = ring.observation[(rows - back) % len(ring.position), column]
-    return jnp.concatenate(list(stacked), axis=rows.ndim + frames.axis)
+    rows = frame_rows(rows, ring.position[rows, column], frames.depth, len(ring.position))
+    stacked = jax.tree.map(lambda x: x[rows, column[:, None]], ring.observation)
+    if frames.axis == 0:
+        return stacked
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, -1), stacked)

@@ -91,7 +91,8 @@ class QActorCriticTrainer(OffPolicyTrainer):
             self._trainer("value", self._value_loss, value_optimizer, value_lr_schedule),
             self._trainer("policy", self._policy_loss, policy_optimizer, policy_lr_schedule),
         ]
-        self._start(self._init, [*trainers, *self._more_trainers()])
+        is_sequence = self._policy.is_sequence or self._critics[0].is_sequence
+        self._start(self._init, [*trainers, *self._more_trainers()], is_sequence)
 
     def _trainer(self, part: str, loss: Loss, optimizer: Any, lr_schedule: Any) -> Trainer:
         size, n_steps = self.batch_size, self.train_steps_per_epoch

@@ -80,7 +80,7 @@ class RLTask:
         observation_space: of one environment.
         action_space: of one environment.
         distribution: of the actions.
-        actor: :class:`ActorState`, where the environments stand; a trainer sets its ``policy_state``.
+        actor: :class:`ActorState`, where the environments stand; see :meth:`set_policy_state`.
         replay: :class:`rl_trainers.replay.Replay`, what is stored.
         gamma, max_steps, time_limit, timestep_to_np: as given.
         rng: numpy generator that sampling uses.
@@ -141,6 +141,7 @@ class RLTask:
         self.actor = rollout_lib.initial_actor(
             self.env.reset(env_seed), self.env.num_envs, np.array(key, np.uint32)
         )
+        self._no_policy_state: PyTree = ()
         self.distribution = (action_distribution or create_distribution)(self.action_space)
         self._grows = capacity is None
         axis = -1 if dm_suite and isinstance(env, str) else 0
@@ -170,7 +171,7 @@ class RLTask:
         action = jax.tree.map(np.asarray, distribution.from_env(before.to_env(steps.action)))
         inputs = np.full((*steps.mask.shape, distribution.n_inputs), np.nan, np.float32)
         steps = steps._replace(action=action, dist_inputs=inputs)
-        self.replay = replay_lib.from_rows((steps, *rows[1:]), self.replay.capacity)
+        self.replay = replay_lib.from_rows((steps, *rows[1:]), self.replay.capacity, self._frames)
 
     @functools.cached_property
     def eval_env(self) -> HostEnv:
@@ -215,6 +216,15 @@ class RLTask:
         )
         counts = unroll_length, n_trajectories, n_interactions
         return self._collect(self.env if env is None else env, act, self.max_steps, *counts)
+
+    def set_policy_state(self, policy_state: PyTree) -> None:
+        """Sets what the policy remembers of each environment, and what it does where it remembers nothing.
+
+        Args:
+            policy_state: leading axis ``[B]``; ``()`` if policies have none.
+        """
+        self._no_policy_state = policy_state
+        self.actor = self.actor._replace(policy_state=policy_state)
 
     def add(self, rollout: Rollout, epoch: int) -> None:
         """Puts a rollout into the replay; epochs older than the newest ``n_replay_epochs`` go.
@@ -318,6 +328,7 @@ class RLTask:
             self._forget(epoch_id)
             rollout, episodes = self._collect(player, player.act, max_steps, *counts)
             self._store(rollout, epoch_id, max_steps)
+            self.set_policy_state(self._no_policy_state)  # these steps were not its own
         elif n_trajectories is not None:
             episodes = self.evaluate(player.act, n_trajectories, max_steps, env=player)
         else:
@@ -652,7 +663,7 @@ class RLTask:
             restarted = np.ones(num_envs, bool)
             seed = np.random.SeedSequence([self._eval_seed, self._n_interactions]).generate_state(1)[0]
             first = self.env.reset(int(seed))
-            self.actor = rollout_lib.initial_actor(first, num_envs, actor.key, self.actor.policy_state)
+            self.actor = rollout_lib.initial_actor(first, num_envs, actor.key, self._no_policy_state)
         replay_lib.end_running(self.replay, restarted)
 
 

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rl_trainers import checkpoint, metrics, rollout
+from rl_trainers import checkpoint, metrics, rollout, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.losses import probability_ratio
 from rl_trainers.models import Model
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
-from rl_trainers.types import Batch, PyTree, Rollout, TimeStep, TrainState
+from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
 
 _RECENT_EPISODES = 100
 
@@ -52,6 +52,7 @@ class RLTrainer:
     """Temperature at which training data are collected."""
 
     _saved_parts: tuple[str, ...] = ("train", "task", "loop")
+    _is_sequence = False
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class RLTrainer:
                 only data that the task already has.
             output_dir: where metrics and checkpoints go; a run found there is continued.
             n_replay_epochs: newest epochs to train on; more than 1 is for off-policy algorithms only.
-            max_slice_length: ``L`` of the batches.
+            max_slice_length: ``L`` of the batches; a sequence model sees at least the last ``L`` rows of its
+                episode, see :mod:`rl_trainers.windows`.
             seed: of parameters and training. Environments and actions are seeded by the task.
             collect_per_epoch: old name of ``n_trajectories_per_epoch``.
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
@@ -161,13 +163,20 @@ class RLTrainer:
             return observation
         return hook(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
 
-    def _see_rollout(self, data: Rollout) -> Rollout:
+    def _see_rollout(self, data: Rollout, window: windows.Window | None = None) -> Rollout:
+        """What models see of a rollout; for sequence models with the rows of ``window`` in front."""
         hook = self.task.timestep_to_np
-        if hook is None:
-            return data
-        return data._replace(
-            steps=hook(data.steps), last_observation=self._see(data.last_observation)
-        )
+        if hook is not None:
+            last = self._see(data.last_observation)
+            data = data._replace(steps=hook(data.steps), last_observation=last)
+        return windows.see(data, window) if self._is_sequence else data
+
+    def _no_window(self, num_envs: int) -> Any:
+        """``policy_state`` of an actor that has seen nothing."""
+        if not self._is_sequence:
+            return ()
+        seen = self._see(jax.tree.map(lambda x: np.stack([x] * num_envs), self._example))
+        return windows.empty(seen, self.max_slice_length)
 
     def _seen_space(self) -> gym.Space:
         observation = self.task.actor.observation
@@ -246,14 +255,27 @@ class RLTrainer:
         return rows, jnp.any(rows.mask > 0, axis=1)
 
     def _start(
-        self, init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]], trainers: list[Trainer]
+        self,
+        init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+        trainers: list[Trainer],
+        is_sequence: bool = False,
     ) -> None:
         """Initialises parameters, compiles nothing yet, and continues a run found in ``output_dir``.
 
         Args:
             init: ``(key, observation [1, *obs]) -> (params, model_state)``.
             trainers: in the order in which they train.
+            is_sequence: whether the models are, see :class:`rl_trainers.models.Model`.
+
+        Raises:
+            ValueError: if sequence models are to see single rows.
         """
+        if is_sequence and self.max_slice_length == 1:
+            raise ValueError(
+                "max_slice_length=1: the model is a sequence network, which would see no row but the newest "
+                "of each block of 1; nearest valid value: 2"
+            )
+        self._is_sequence = is_sequence
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
         self._example = jax.tree.map(lambda x: np.asarray(x)[0], self.task.actor.observation)
@@ -265,6 +287,7 @@ class RLTrainer:
         self.state = TrainState(
             params, model_state, opt_state, key_train, jnp.int32(0), self._targets(params)
         )
+        self.task.set_policy_state(self._no_window(self.task.env.num_envs))
         distribution = self.task.distribution
 
         @compiled
@@ -275,8 +298,29 @@ class RLTrainer:
             )
             return action, key
 
+        @compiled
+        def act_in(params, model_state, observation, window, needs_reset, key, temperature):
+            window = windows.append(window, observation, needs_reset)
+            action, dist_inputs, key = rollout.act(
+                lambda *arguments: self.policy_apply(*arguments)[:, window.count - 1],
+                distribution,
+                params,
+                model_state,
+                window.seen,
+                key,
+                temperature,
+            )
+            return action, dist_inputs, window, key
+
+        @compiled
+        def dist_inputs(params, model_state, observation):
+            apply = functools.partial(self.policy_apply, params, model_state)
+            return windows.over_rollout(apply, observation, self.max_slice_length)
+
         self._act = act
-        self._dist_inputs = compiled(self.policy_apply)
+        self._act_in = act_in
+        self._dist_inputs = dist_inputs
+        self._begin_block = compiled(windows.begin)
         self._learn = compiled(self.learn, donate_argnums=0)
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
@@ -413,6 +457,10 @@ class RLTrainer:
             data = self._stored()
             episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
             return data, None if self._epoch else data, episodes
+        window = None
+        if self._is_sequence:
+            window = self._begin_block(self.task.actor.policy_state)
+            self.task.actor = self.task.actor._replace(policy_state=window)
         act = self._actor(self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
@@ -421,13 +469,16 @@ class RLTrainer:
             data, episodes = self.task.collect(
                 act, n_trajectories=self.n_trajectories_per_epoch
             )
-        seen = self._see_rollout(data)
+        seen = self._see_rollout(data, window)
         dist_inputs = self._dist_inputs(
             self.state.params, self.state.model_state, seen.steps.observation
         )
         version, dist_inputs = np.asarray(self.state.step), np.asarray(dist_inputs)
         seen, data = (
-            x._replace(steps=x.steps._replace(dist_inputs=dist_inputs), policy_version=version)
+            x._replace(
+                steps=x.steps._replace(dist_inputs=dist_inputs[-len(x.steps.mask) :]),
+                policy_version=version,
+            )
             for x in (seen, data)
         )
         self.task.add(data, self._epoch + 1)
@@ -449,7 +500,13 @@ class RLTrainer:
             action, key = self._act(params, model_state, self._see(observation), key, traced)
             return action, None, policy_state, key
 
-        return act
+        def act_in(observation, window, needs_reset, key):
+            action, _, window, key = self._act_in(
+                params, model_state, self._see(observation), window, needs_reset, key, traced
+            )
+            return action, None, window, key
+
+        return act_in if self._is_sequence else act
 
     def train_epoch(self, data: Rollout) -> dict[str, float]:
         """Trains for one epoch.
@@ -477,9 +534,13 @@ class RLTrainer:
         Returns:
             Returns and lengths of the episodes.
         """
-        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), self._epoch)
         return self.task.evaluate(
-            self._actor(temperature), n_episodes, max_steps=max_steps, seed=self.seed + self._epoch, key=key
+            self._actor(temperature),
+            n_episodes,
+            max_steps=max_steps,
+            seed=self.seed + self._epoch,
+            key=jax.random.fold_in(jax.random.PRNGKey(self.seed), self._epoch),
+            policy_state=self._no_window(self.task.eval_env.num_envs),
         )
 
     def _evaluate_epoch(self) -> dict[str, float]:
@@ -508,21 +569,33 @@ class RLTrainer:
             ``(action [*act], dist_inputs f32 [D])``; ``task.distribution.to_env`` maps the action to what
             the environment takes.
         """
-        observation = (
-            trajectory.last_observation if isinstance(trajectory, Trajectory) else trajectory
-        )
+        earlier: list = []
+        if isinstance(trajectory, Trajectory):
+            earlier = [step.observation for step in trajectory.timesteps] if self._is_sequence else []
+            trajectory = trajectory.last_observation
+        batch = self._checked(trajectory)
+        self._policy_key, key_act = jax.random.split(self._policy_key)
+        params, model_state = self.state.params, self.state.model_state
+        if self._is_sequence:
+            rows = [self._checked(x) for x in [*earlier, trajectory]]
+            window = windows.of_episode(rows, self.max_slice_length)
+            action, dist_inputs, *_ = self._act_in(
+                params, model_state, batch, window, np.zeros(1, bool), key_act, np.float32(temperature)
+            )
+        else:
+            action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
+            dist_inputs = self._dist_inputs(params, model_state, batch)
+        return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
+
+    def _checked(self, observation: PyTree) -> PyTree:
+        """What models see of one observation ``[*obs]``, ``[1, ..]``."""
         observation = jax.tree.map(
             lambda example, x: np.asarray(x, example.dtype), self._example, observation
         )
         shapes = [jax.tree.map(np.shape, tree) for tree in (self._example, observation)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"the observation has the shape {shapes[1]}, expected {shapes[0]}")
-        batch = self._see(jax.tree.map(lambda x: x[None], observation))
-        self._policy_key, key_act = jax.random.split(self._policy_key)
-        params, model_state = self.state.params, self.state.model_state
-        action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
-        dist_inputs = self._dist_inputs(params, model_state, batch)
-        return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
+        return self._see(jax.tree.map(lambda x: x[None], observation))
 
     # Saving and continuing.
 
@@ -643,7 +716,12 @@ def parameters(target: Any) -> list[str]:
 
 
 def judge(
-    model: Model, estimator: Estimator, distribution: Any, state: TrainState, data: Rollout
+    model: Model,
+    estimator: Estimator,
+    distribution: Any,
+    state: TrainState,
+    data: Rollout,
+    max_slice_length: int = 1,
 ) -> Batch:
     """Facts with advantages and value targets, from one pass of the networks over all rows.
 
@@ -653,6 +731,7 @@ def judge(
         distribution: of the actions.
         state: parameters of the model.
         data: facts ``[T, B]``.
+        max_slice_length: ``L`` of a sequence model.
 
     Returns:
         A batch with axes ``[T, B]``.
@@ -661,11 +740,14 @@ def judge(
     observations = jax.tree.map(
         lambda x, last: jnp.concatenate([x, last[None]]), steps.observation, data.last_observation
     )
-    dist_inputs, values = model.apply(state.params, state.model_state, observations)
+    apply = functools.partial(model.apply, state.params, state.model_state)
+    dist_inputs, values = windows.over_rollout(apply, observations, max_slice_length)
     rho = probability_ratio(
         distribution.log_prob(dist_inputs[:-1], steps.action),
         distribution.log_prob(steps.dist_inputs, steps.action),
     )
+    # An action without effect says nothing about the policy that is to be judged.
+    rho = jnp.where(steps.env_info.control_mask > 0, rho, 1.0)
     target = estimator(steps, values, rho)
     return Batch(
         observation=steps.observation,
@@ -680,18 +762,16 @@ def judge(
 def to_rows(batch: Batch, length: int) -> Batch:
     """Cuts ``[T, B, ..]`` into slices of neighbouring rows ``[N, L, ..]``, ``N = ceil(T / L) B``.
 
+    Slices that a sequence model sees are ``[N, 2 L, ..]``, with the rows before them in front, masked.
+
     Args:
         batch: leading axes ``[T, B]``.
         length: ``L``; if it does not divide ``T`` the last slices are filled up with masked rows.
     """
-
-    def cut(x):
-        steps, envs = x.shape[:2]
-        x = jnp.pad(x, [(0, -steps % length)] + [(0, 0)] * (x.ndim - 1))
-        x = x.reshape(-1, length, envs, *x.shape[2:]).swapaxes(1, 2)
-        return x.reshape(-1, length, *x.shape[3:])
-
-    return jax.tree.map(cut, batch)
+    if not isinstance(batch.observation, Seen):
+        return windows.blocks(batch, length)
+    rows = windows.blocks_and_before(batch, length)
+    return rows._replace(mask=rows.mask.at[:, :length].set(0.0))
 
 
 def _kind(x: Any) -> tuple:

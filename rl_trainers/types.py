@@ -41,6 +41,19 @@ class EnvInfo(NamedTuple):
     discount_mask: Any = 1.0
 
 
+class Seen(NamedTuple):
+    """What a sequence model sees of a row; all other models see the observation alone.
+
+    Attributes:
+        observation: ``[.., *obs]``.
+        episode: i32, number of the episode that the row belongs to, from 1 on and rising with time; 0
+            where there is no row.
+    """
+
+    observation: PyTree
+    episode: Any
+
+
 class TimeStep(NamedTuple):
     """Facts of one step; ``[T, B]`` leading axes in a rollout, ``[N, L]`` in a batch.
 

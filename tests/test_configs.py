@@ -26,6 +26,9 @@ def tiny(name):
     """Bindings that make an epoch of this trainer short."""
     if name == "PolicyGradient":
         return ["PolicyGradient.n_trajectories_per_epoch = 2"]
+    if name == "ExpertIteration":
+        counts = {"n_trajectories_per_epoch": 4, "n_train_steps_per_epoch": 2}
+        return [f"{name}.{count} = {value}" for count, value in counts.items()]
     bindings = [f"{name}.n_interactions_per_epoch = 64"]
     parts = [""] if name.endswith("Joint") else ["policy_", "value_"]
     bindings += [f"{name}.{part}train_steps_per_epoch = 2" for part in parts]

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"types"},
     {"distributions", "advantages", "losses", "models", "optimizers"},
-    {"rollout", "supervised", "replay", "ring", "envs", "checkpoint", "metrics"},
+    {"rollout", "windows", "supervised", "replay", "ring", "envs", "checkpoint", "metrics"},
     {"trajectory"},
     {"datasets"},
     {"task"},
@@ -27,7 +27,7 @@ LAYERS = [
 RANKS = {module: rank for rank, modules in enumerate(LAYERS) for module in modules}
 MAX_BODY_LINES = 60
 MAX_ARGUMENTS = 8
-MAX_PACKAGE_LINES = 10000
+MAX_PACKAGE_LINES = 12000
 GLOBAL_RANDOMNESS = re.compile(
     r"np\.random\.(?!default_rng|Generator|SeedSequence|RandomState|PCG64)\w+\("
 )

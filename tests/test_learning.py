@@ -35,6 +35,8 @@ def train(name, *bindings):
         ("awr_cartpole", 41_000, 180),
         ("ppo_joint_acrobot", 205_000, -100),
         ("ppo_joint_pendulum", 305_000, -300),
+        ("ppo_joint_memory", 31_000, 0.95),
+        ("expert_iteration_copy", 160_000, 0.9),
     ],
 )
 def test_greedy_return(name, env_steps, least):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_trainers import models
+from rl_trainers import models, types
 from rl_trainers.distributions import create_distribution
 from rl_trainers.models import MLP, AtariCnn, Normalize, Policy, PolicyAndValue, Value, zoo
 
@@ -421,3 +421,82 @@ def test_other_things_are_refused():
     match = r"returned a int; it should return a flax.linen or flax.nnx module, a Trax layer, a pair"
     with pytest.raises(TypeError, match=match):
         build(lambda: 3, BOX)
+
+
+DECODER = functools.partial(models.TransformerDecoder, d_model=8, d_ff=8, n_layers=2, n_heads=2)
+EPISODE = np.array([[0, 0, 1, 1, 1, 2, 2, 2]], np.int32)
+
+
+def decoded(observation, episode=EPISODE, body=DECODER):
+    space = spaces.Box(-1.0, 1.0, (3,), np.float32)
+    network = models.Policy(create_distribution(spaces.Discrete(4)), body)
+    model = models.build(network, space, "policy")
+    assert model.is_sequence
+    params, state = model.init(jax.random.PRNGKey(0), np.zeros((1, 3), np.float32))
+    return np.asarray(model.apply(params, state, types.Seen(observation, episode)))
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_a_decoder_sees_earlier_rows_of_the_same_episode_only(row):
+    observation = np.random.default_rng(0).normal(size=(1, 8, 3)).astype(np.float32)
+    changed = observation.copy()
+    changed[0, row] += 1.0
+    differs = np.any(decoded(observation) != decoded(changed), axis=-1)[0]
+    later = (np.arange(8) >= row) & (EPISODE[0] == EPISODE[0, row])
+    assert differs.tolist() == later.tolist()
+
+
+def test_a_decoder_counts_positions_from_the_start_of_the_episode():
+    rows = np.random.default_rng(0).normal(size=(1, 3, 3)).astype(np.float32)
+    observation = np.concatenate([rows[:, :2], rows, rows], axis=1)
+    output = decoded(observation)[0]
+    np.testing.assert_allclose(output[2:5], output[5:8], atol=1e-6)
+    assert np.abs(output[0] - output[1]).max() > 1e-4
+    same = decoded(np.ones_like(observation))[0]
+    assert np.abs(same[2] - same[4]).max() > 1e-4
+
+
+@pytest.mark.parametrize("vocab_size", [5, None])
+def test_a_decoder_embeds_tokens(vocab_size):
+    space, distribution = spaces.Discrete(5), create_distribution(spaces.Discrete(4))
+    body = functools.partial(DECODER, vocab_size=vocab_size)
+    model = models.build(models.Policy(distribution, body), space, "policy")
+    params, state = model.init(jax.random.PRNGKey(0), np.zeros(1, np.int64))
+    tokens = np.array([[1, 2, 3, 4, 1]])
+    output = model.apply(params, state, types.Seen(tokens, np.arange(1, 6, dtype=np.int32)[None]))
+    np.testing.assert_array_equal(output[0, 0], output[0, 4])
+    assert len(np.unique(np.asarray(output)[0, :, 0])) == 4
+    # A Box of one number is a token too.
+    box = models.build(
+        models.Policy(distribution, functools.partial(DECODER, vocab_size=5)),
+        spaces.Box(0, 4, (1,), np.int32),
+        "policy",
+    )
+    if vocab_size:
+        seen = types.Seen(tokens[..., None], np.arange(1, 6, dtype=np.int32)[None])
+        np.testing.assert_array_equal(box.apply(params, state, seen), output)
+
+
+@pytest.mark.parametrize(
+    "words, arguments",
+    [
+        ("dropout=0.1.*nearest valid value: 0", {"dropout": 0.1}),
+        ("n_heads=3.*d_model=8.*nearest valid value: 2", {"n_heads": 3}),
+        ("vocab_size=5.*3 numbers.*nearest valid value: 3", {"vocab_size": 5}),
+    ],
+)
+def test_mistakes_in_a_decoder_are_named(words, arguments):
+    with pytest.raises(ValueError, match=words):
+        decoded(np.zeros((1, 8, 3), np.float32), body=functools.partial(DECODER, **arguments))
+
+
+def test_actions_go_in_after_the_body_of_a_sequence_network():
+    space, actions = spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(4)
+    model = models.build(models.Value(DECODER), space, "value", actions)
+    params, state = model.init(jax.random.PRNGKey(0), np.zeros((1, 3), np.float32))
+    seen = types.Seen(np.ones((1, 8, 3), np.float32), EPISODE)
+    values = model.apply(params, state, seen, np.arange(4)[:, None, None].repeat(8, axis=2))
+    assert values.shape == (4, 1, 8) and len(np.unique(np.asarray(values)[:, 0, 3])) == 4
+    with pytest.raises(ValueError, match="concatenate_actions=True"):
+        network = models.Value(DECODER, concatenate_actions=True)
+        models.build(network, space, "value", actions).init(jax.random.PRNGKey(0), np.zeros((1, 3)))

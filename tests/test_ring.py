@@ -9,6 +9,7 @@ import pytest
 
 from rl_trainers import ring
 from rl_trainers.envs.probe import Counting
+from rl_trainers.replay import Frames
 from rl_trainers.types import EnvInfo, TimeStep
 
 
@@ -28,7 +29,10 @@ def rows(observation, mask, done=None):
     )
 
 
-def added(steps, last, capacity, frames=None):
+NO_STACKS = Frames()
+
+
+def added(steps, last, capacity, frames=NO_STACKS):
     """The same rows, put in one by one."""
     observation = [*steps.observation, np.asarray(last, np.float32)[None]]
     empty = jax.tree.map(lambda x: x[:0], steps)
@@ -112,7 +116,7 @@ def test_all_columns_are_drawn():
 @pytest.mark.parametrize("capacity", [40, 12])
 def test_frames_are_stored_once_and_stacked_as_the_environment_did(capacity):
     """Two episodes of 5 steps and one of many; the stack repeats an episode's first frame."""
-    frames = ring.Frames(axis=0, length=3)
+    frames = Frames(depth=3, axis=0)
     env, stacks, mask = Counting(5), [], []
     for t in range(24):
         if t % 6 == 0:
@@ -126,7 +130,7 @@ def test_frames_are_stored_once_and_stacked_as_the_environment_did(capacity):
     add = jax.jit(functools.partial(ring.add, frames=frames))
     for t, facts in enumerate(ring.pack(steps)):
         made = add(made, steps.action[t], facts, stacks[t + 1][None])
-    assert made.observation.shape == (capacity + 1, 1, 1, 3)
+    assert made.observation.shape == (capacity + 1, 1, 3)
     data = ring.sample(jax.random.PRNGKey(0), made, 500, 1, frames)
     number = np.asarray(data.steps.action)[0]
     np.testing.assert_array_equal(data.steps.observation[0], np.stack(stacks)[number])
@@ -147,5 +151,5 @@ def test_a_restart_drops_the_step_whose_successor_is_unknown():
 def test_images_stay_bytes():
     steps = rows(np.zeros((3, 1)), [1, 1, 1])
     steps = steps._replace(observation=np.full((3, 1, 4, 4, 4), 255, np.uint8))
-    made = ring.create(steps, np.zeros((1, 4, 4, 4), np.uint8), 1000, ring.Frames(axis=2, length=4))
+    made = ring.create(steps, np.zeros((1, 4, 4, 4), np.uint8), 1000, Frames(depth=4, axis=-1))
     assert made.observation.dtype == jnp.uint8 and made.observation.nbytes == 1001 * 16

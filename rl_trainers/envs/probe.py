@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gin
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -138,3 +139,22 @@ class Counting(Probe):
 
     def pay(self, action: Any) -> float:
         return float(self.t)
+
+
+@gin.configurable(module="rl_trainers.envs")
+class Memory(Probe):
+    """Six steps; the first observation shows what the last action must be, for a reward of 1, else 0.
+
+    Observations are ``[cue, last]``: a cue of -1 or 1 in the first step and 0 afterwards, and 1 in the last
+    step. Who does not remember the cue for five steps gets 0.5 on average.
+    """
+
+    length = 6
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def look(self) -> np.ndarray:
+        cue = self.sign if self.t == 0 else 0.0
+        return np.array([cue, self.t == self.length - 1], np.float32)
+
+    def pay(self, action: Any) -> float:
+        return max(0.0, self.match(action, self.sign)) if self.t == self.length else 0.0

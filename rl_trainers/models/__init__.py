@@ -9,6 +9,10 @@ Networks see observations with exactly one leading axis. Before that every leaf 
 a float: images (uint8) are divided by 255, here and nowhere else; ``Discrete`` and ``MultiDiscrete``
 become one-hot vectors; ``Dict`` and ``Tuple`` keep their structure. Actions, where a network takes them,
 are treated likewise.
+
+What a *sequence network* says of a row depends on earlier rows of the same episode, see
+:func:`rl_trainers.models.adapters.adapt`. :class:`Policy`, :class:`Value` and :class:`PolicyAndValue` are
+sequence networks if they stand on one, such as :class:`TransformerDecoder`.
 """
 
 from rl_trainers.models.adapters import Model, call, features
@@ -21,6 +25,7 @@ from rl_trainers.models.zoo import (
     Policy,
     PolicyAndValue,
     Quality,
+    TransformerDecoder,
     Value,
 )
 
@@ -33,6 +38,7 @@ __all__ = [
     "Policy",
     "PolicyAndValue",
     "Quality",
+    "TransformerDecoder",
     "Value",
     "build",
     "build_pair",

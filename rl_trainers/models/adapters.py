@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
 from rl_trainers.models import nnx_modules, trax_layers
-from rl_trainers.types import PyTree
+from rl_trainers.types import PyTree, Seen
 
 
 class Model(NamedTuple):
@@ -27,11 +27,15 @@ class Model(NamedTuple):
             of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``.
         gather: ``(params, model_state, observation, mask [..]) -> model_state`` takes the unmasked
             observations into the statistics.
+        is_sequence: whether what it says of a row depends on the rows before. It is then given
+            :class:`rl_trainers.types.Seen` with leading axes ``[N, S]``: ``N`` runs of ``S`` rows, each
+            in time order.
     """
 
     init: Callable
     apply: Callable
     gather: Callable
+    is_sequence: bool = False
 
 
 def features(space: gym.Space, observation: PyTree) -> PyTree:
@@ -107,7 +111,11 @@ def adapt(
         network: a linen or nnx module, a Trax layer, or a pair ``(init, apply)`` of functions
             ``(key, x [R, ..]) -> params`` and ``(params, x [R, ..]) -> output``. Modules that gather
             statistics are called with a keyword ``mask [R]`` for that. Networks of the value of actions are
-            called with a keyword ``action [K, R, A]`` and return ``[K, R]``.
+            called with a keyword ``action [K, R, A]`` and return ``[K, R]``. Modules that have an attribute
+            ``sequence`` which is true are called with a keyword ``episode i32 [N, S]``, which tells that the
+            ``R = N S`` rows are ``N`` runs of ``S`` neighbours and to which episode each row belongs; an
+            output may depend on the rows of its run that are not later and belong to the same episode, and
+            on no others.
         observation_space: of one environment.
         part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
             ``'value'`` already.
@@ -129,8 +137,9 @@ def adapt(
             f"the model factory returned a {type(network).__name__}; it should return a flax.linen or "
             "flax.nnx module, a Trax layer, a pair (init, apply) or a Model"
         )
-    model = _over_any_axes(inner, observation_space, action_space)
-    return _in_parts(model, observation_space, part)
+    is_sequence = bool(getattr(network, "sequence", False))
+    model = _over_any_axes(inner, observation_space, action_space, is_sequence)
+    return _in_parts(model, observation_space, part)._replace(is_sequence=is_sequence)
 
 
 def _linen(module: nn.Module) -> Model:
@@ -176,29 +185,41 @@ def _in_parts(inner: Model, space: gym.Space, part: str) -> Model:
     )
 
 
-def _over_any_axes(inner: Model, space: gym.Space, action_space: gym.Space | None) -> Model:
+def _over_any_axes(
+    inner: Model, space: gym.Space, action_space: gym.Space | None, is_sequence: bool
+) -> Model:
     def example(x):
         if action_space is None:
             return {}
         n_rows = len(jax.tree.leaves(x)[0])
         return {"action": jnp.zeros_like(_actions(action_space, n_rows, None))}
 
+    def rows(observation):
+        """The leading axes, features with these axes made one, and what sequence networks are told."""
+        seen = observation if isinstance(observation, Seen) else Seen(observation, None)
+        leading, x = _rows(space, seen.observation)
+        if not is_sequence:
+            return leading, x, {}
+        alone = seen.episode is None
+        return leading, x, {"episode": jnp.ones((*leading, 1), jnp.int32) if alone else seen.episode}
+
     def init(key, observation):
-        x = _rows(space, observation)[1]
-        return inner.init(key, x, **example(x))
+        _, x, told = rows(observation)
+        return inner.init(key, x, **example(x), **told)
 
     def apply(params, model_state, observation, action=None):
-        leading, x = _rows(space, observation)
+        leading, x, told = rows(observation)
         if action_space is None or action is None:
-            output = inner.apply(params, model_state, x)
+            output = inner.apply(params, model_state, x, **told)
             return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output)
         n_rows = len(jax.tree.leaves(x)[0])
-        values = inner.apply(params, model_state, x, action=_actions(action_space, n_rows, action))
+        features_ = _actions(action_space, n_rows, action)
+        values = inner.apply(params, model_state, x, action=features_, **told)
         return values.reshape(_leading(action_space, action))
 
     def gather(params, model_state, observation, mask):
-        x = _rows(space, observation)[1]
-        return inner.gather(params, model_state, x, mask.reshape(-1), **example(x))
+        _, x, told = rows(observation)
+        return inner.gather(params, model_state, x, mask.reshape(-1), **example(x), **told)
 
     return Model(init, apply, gather)
 

@@ -88,7 +88,8 @@ def build_pair(
         states = both("gather", params, model_state, *arguments)
         return dict(zip(("policy", "value"), states, strict=True))
 
-    return Model(init, functools.partial(both, "apply"), gather)
+    is_sequence = one.is_sequence or other.is_sequence
+    return Model(init, functools.partial(both, "apply"), gather, is_sequence)
 
 
 def _shared(policy: Any, value: Any, n_shared_layers: int) -> PolicyAndValue:

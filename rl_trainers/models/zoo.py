@@ -180,6 +180,92 @@ class LayerNormSquash(nn.Module):
         return jnp.tanh(nn.LayerNorm(self.epsilon, use_fast_variance=False, name="layer_norm")(x))
 
 
+@gin.configurable(module="rl_trainers.models")
+class TransformerDecoder(nn.Module):
+    """A decoder that sees the rows of the same episode up to its own, ``[R, ..] -> [R, d_model]``.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, with the layer normalisation in front of each
+    part (Xiong et al. 2020, https://arxiv.org/abs/2002.04745). Positions count from the first row of the
+    episode that is in sight.
+
+    Attributes:
+        d_model: width of the rows between the parts.
+        d_ff: units of the dense layer of each block.
+        n_layers: blocks.
+        n_heads: heads of the attention, a divisor of ``d_model``.
+        dropout: must be 0: with any other the policy that acts would not be the one that is trained.
+        vocab_size: rows are tokens, one-hot or a single number each; ``None``: rows are features.
+
+    Raises:
+        ValueError: for dropout, or if ``n_heads`` or ``vocab_size`` do not fit.
+    """
+
+    d_model: int = 64
+    d_ff: int = 128
+    n_layers: int = 1
+    n_heads: int = 1
+    dropout: float = 0.0
+    vocab_size: int | None = None
+
+    sequence = True
+
+    def __post_init__(self):
+        """Checks the attributes."""
+        if self.dropout:
+            raise ValueError(
+                f"dropout={self.dropout}: the probabilities of an action when it is taken and when it is "
+                "trained on would differ, so that no ratio of them meant anything; nearest valid value: 0"
+            )
+        if self.d_model % self.n_heads:
+            near = max(n for n in range(1, self.n_heads + 1) if self.d_model % n == 0)
+            raise ValueError(
+                f"n_heads={self.n_heads} must divide d_model={self.d_model}; nearest valid value: {near}"
+            )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x, episode):
+        """Features ``[R, d_model]`` of rows in episodes ``episode i32 [N, S]``, ``R = N S``."""
+        sees = jnp.tril(episode[:, :, None] == episode[:, None, :])
+        x = self._embed(_concatenate(x)).reshape(*episode.shape, self.d_model)
+        x += _sinusoids(sees.sum(-1) - 1, self.d_model)
+        for _ in range(self.n_layers):
+            attention = nn.MultiHeadDotProductAttention(self.n_heads)
+            x += attention(nn.LayerNorm()(x), mask=sees[:, None])
+            wide = nn.relu(nn.Dense(self.d_ff)(nn.LayerNorm()(x)))
+            x += nn.Dense(self.d_model)(wide)
+        return nn.LayerNorm()(x).reshape(-1, self.d_model)
+
+    def _embed(self, x):
+        if self.vocab_size is None:
+            return nn.Dense(self.d_model)(x)
+        if x.shape[-1] not in (1, self.vocab_size):
+            raise ValueError(
+                f"vocab_size={self.vocab_size}, but an observation is {x.shape[-1]} numbers, neither a "
+                f"token nor a one-hot vector of one; nearest valid value: {x.shape[-1]}"
+            )
+        tokens = jnp.argmax(x, -1) if x.shape[-1] > 1 else x[:, 0].astype(jnp.int32)
+        return nn.Embed(self.vocab_size, self.d_model, embedding_init=nn.initializers.normal(1.0))(tokens)
+
+
+def _sinusoids(place: jax.Array, width: int) -> jax.Array:
+    """Positions as f32 ``[.., width]``, Vaswani et al. 2017, section 3.5."""
+    half = (width + 1) // 2
+    angle = place[..., None] * 10000.0 ** (-jnp.arange(half) / half)
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[..., :width]
+
+
+def _through(body, x, episode):
+    """``body`` over rows; told of episodes if it is a sequence network."""
+    return body(x, episode=episode) if getattr(body, "sequence", False) else body(x)
+
+
+def _makes_sequences(*bodies: Callable | None) -> bool:
+    """Whether a factory of these makes a sequence network."""
+    made = [body and call(body, mode="train") for body in bodies]
+    return any(getattr(body, "sequence", False) for body in made)
+
+
 class _Head(nn.Module):
     """An optional body, and a dense layer on top of it."""
 
@@ -188,10 +274,10 @@ class _Head(nn.Module):
     init: Callable
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, episode=None):
         """Outputs ``[R, n_outputs]``."""
         if self.body is not None:
-            x = self.body(x)
+            x = _through(self.body, x, episode)
         x = _concatenate(x)
         return nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
 
@@ -205,14 +291,16 @@ class _ActionHead(_Head):
     concatenate: bool = False
 
     @nn.compact
-    def __call__(self, x, action=None):
+    def __call__(self, x, episode=None, action=None):
         """Outputs ``[R, n_outputs]``, or ``[K, R, n_outputs]`` of ``action [K, R, A]``."""
+        if self.concatenate and episode is not None:
+            raise ValueError("concatenate_actions=True: a sequence network takes actions after its body only")
         if action is not None and self.concatenate:
             x = _concatenate(x)
             x = jnp.concatenate(
                 [jnp.broadcast_to(x, (*action.shape[:2], x.shape[-1])), action], axis=-1
             ).reshape(-1, x.shape[-1] + action.shape[-1])
-        x = _concatenate(x if self.body is None else self.body(x))
+        x = _concatenate(x if self.body is None else _through(self.body, x, episode))
         if action is not None and not self.concatenate:
             x = self._inject(x, action)
         x = nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
@@ -233,10 +321,10 @@ class _Normalized(nn.Module):
     normalize: nn.Module
     body: nn.Module | None
 
-    def __call__(self, x, mask=None):
+    def __call__(self, x, mask=None, episode=None):
         """What the body makes of ``x [R, ..]``."""
         x = self.normalize(x, mask)
-        return x if self.body is None else self.body(x)
+        return x if self.body is None else _through(self.body, x, episode)
 
 
 def _head(body, n_outputs: int, head_init_range: float | None, scale: float) -> _Head:
@@ -271,10 +359,15 @@ class Policy(nn.Module):
         body = self.body and call(self.body, mode="train")
         self.policy = _head(body, self.policy_distribution.n_inputs, self.head_init_range, 0.01)
 
-    def __call__(self, x, mask=None):
+    @property
+    def sequence(self) -> bool:
+        """Whether the body is a sequence network."""
+        return _makes_sequences(self.body)
+
+    def __call__(self, x, mask=None, episode=None):
         """``dist_inputs [R, D]``."""
         x = x if self.normalize is None else self.normalize(x, mask)
-        return self.policy(x)
+        return self.policy(x, episode)
 
 
 @gin.configurable(module="rl_trainers.models")
@@ -317,10 +410,15 @@ class Value(nn.Module):
             self.concatenate_actions,
         )
 
-    def __call__(self, x, mask=None, action=None):
+    @property
+    def sequence(self) -> bool:
+        """Whether the body is a sequence network."""
+        return _makes_sequences(self.body)
+
+    def __call__(self, x, mask=None, action=None, episode=None):
         """``value [R]``, or ``[K, R]`` of ``action [K, R, A]``."""
         x = x if self.normalize is None else self.normalize(x, mask)
-        return self.value(x, action)[..., 0]
+        return self.value(x, episode, action)[..., 0]
 
 
 @gin.configurable(module="rl_trainers.models", denylist=["n_actions"])
@@ -387,10 +485,17 @@ class PolicyAndValue(nn.Module):
         self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
         self.value = _head(value_body, 1, self.value_head_init_range, 1.0)
 
-    def __call__(self, x, mask=None):
+    @property
+    def sequence(self) -> bool:
+        """Whether a body is a sequence network."""
+        return _makes_sequences(self.body, None if self.joint else self.value_body)
+
+    def __call__(self, x, mask=None, episode=None):
         """``(dist_inputs [R, D], value [R])``."""
-        if self.shared is not None:
-            x = self.shared(x, mask) if isinstance(self.shared, _Normalized) else self.shared(x)
-        return self.policy(x), self.value(x)[..., 0]
+        if isinstance(self.shared, _Normalized):
+            x = self.shared(x, mask, episode)
+        elif self.shared is not None:
+            x = _through(self.shared, x, episode)
+        return self.policy(x, episode), self.value(x, episode)[..., 0]
 
 
