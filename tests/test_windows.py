@@ -270,7 +270,7 @@ def test_every_trainer_trains_transformers(name):
     assert all(any(leaves) for leaves in layers.values()), layers
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(trainer.state.params))
     if name.endswith("normalized"):
-        statistics = trainer.state.model_state["model_state"]["normalize"]
+        statistics = trainer.state.model_state["model_state"]["shared"]["normalize"]
         assert statistics["count"] == trainer.task.n_interactions()
 
 
