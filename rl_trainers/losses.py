@@ -101,6 +101,55 @@ def value_loss(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Arra
     return masked_mean(jnp.square(value - jax.lax.stop_gradient(target)), mask)
 
 
+def aggregate_values(
+    q: jax.Array, weights: jax.Array, how: str, temperature: float | jax.Array = 1.0
+) -> jax.Array:
+    """The value of a state from values of its actions, f32 ``[..]``; no factor but ``weights``.
+
+    ``'mean'``: sum_j w_j Q_j. ``'max'``: max_j Q_j over actions of positive weight. ``'softmax'``:
+    sum_j p_j Q_j with p_j ~ w_j exp(Q_j / tau). ``'logsumexp'``: tau log sum_j w_j exp(Q_j / tau), the
+    soft maximum. The last two go to the mean for tau -> infinity and to the maximum for tau -> 0.
+    QWR, Kozakowski et al. 2021, https://arxiv.org/abs/2102.06782, section 3.3.
+
+    Args:
+        q: f32 ``[K, ..]``.
+        weights: f32 ``[K, ..]``, sum 1 over K: 1/K for samples, the probabilities for all actions.
+        how: one of the four.
+        temperature: tau > 0.
+    """
+    chex.assert_equal_shape([q, weights])
+    if how == "mean":
+        return jnp.sum(weights * q, 0)
+    if how == "max":
+        return jnp.max(jnp.where(weights > 0, q, -jnp.inf), 0)
+    scaled = q / temperature + jnp.log(weights)
+    if how == "softmax":
+        return jnp.sum(jax.nn.softmax(scaled, 0) * q, 0)
+    return temperature * jax.nn.logsumexp(scaled, 0)
+
+
+def value_spread(q: jax.Array, weights: jax.Array, mask: jax.Array, how: str | None) -> jax.Array:
+    """How far the values of a state's actions lie apart, over all states, f32 ``[]``; at least 1e-6.
+
+    ``'std'``: root of the mean variance; ``'abs'``: mean absolute deviation, both around the mean of each
+    state. ``None``: 1. Aggregating ``q / spread`` and multiplying the result by ``spread`` makes the
+    temperature one of relative values.
+
+    Args:
+        q: f32 ``[K, N, L]``.
+        weights: f32 ``[K, N, L]``, sum 1 over K.
+        mask: f32 ``[N, L]``.
+        how: ``'std'``, ``'abs'`` or ``None``.
+    """
+    if how is None:
+        return jnp.float32(1.0)
+    deviation = q - aggregate_values(q, weights, "mean")
+    if how == "abs":
+        return jnp.maximum(masked_mean(jnp.sum(weights * jnp.abs(deviation), 0), mask), 1e-6)
+    variance = masked_mean(jnp.sum(weights * jnp.square(deviation), 0), mask)
+    return jnp.sqrt(jnp.maximum(variance, 1e-12))
+
+
 def awr_weights(
     advantage: jax.Array, beta: float | jax.Array, w_max: float | jax.Array
 ) -> jax.Array:
@@ -127,7 +176,7 @@ def threshold_weights(
     for percentile, weight, minimum in thresholds:
         bar = jnp.maximum(jnp.nanpercentile(known, percentile), minimum)
         weights += jnp.where(advantage >= bar, weight, 0.0)
-    return weights * mask
+    return jnp.where(mask > 0, weights, 0.0)
 
 
 def regression_weights(

@@ -26,7 +26,6 @@ import numpy as np
 from rl_trainers import checkpoint, metrics, rollout
 from rl_trainers.advantages import Estimator
 from rl_trainers.losses import probability_ratio
-from rl_trainers.models import Model
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, TimeStep, TrainState
@@ -64,6 +63,7 @@ class RLTrainer:
         *,
         n_replay_epochs: int = 1,
         max_slice_length: int = 1,
+        offline: bool = False,
         seed: int = 0,
         collect_per_epoch: int | None = None,
         checkpoint_interval_s: float = 30.0,
@@ -86,6 +86,8 @@ class RLTrainer:
             output_dir: where metrics and checkpoints go; a run found there is continued.
             n_replay_epochs: newest epochs to train on; more than 1 is for off-policy algorithms only.
             max_slice_length: ``L`` of the batches.
+            offline: train on the data that the task already has and take no step of an environment but in
+                evaluations; for off-policy algorithms only.
             seed: of parameters and training. Environments and actions are seeded by the task.
             collect_per_epoch: old name of ``n_trajectories_per_epoch``.
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
@@ -123,6 +125,13 @@ class RLTrainer:
                 f"n_replay_epochs={n_replay_epochs}: {type(self).__name__} is on-policy and can train on "
                 "the newest epoch only; nearest valid value: 1"
             )
+        if offline and (self.on_policy or not task.replay.size):
+            why = (
+                f"{type(self).__name__} is on-policy and trains on what it collects itself"
+                if self.on_policy
+                else "there is nothing to train on: give the task initial_trajectories"
+            )
+            raise ValueError(f"offline=True: {why}; nearest valid value: False")
         self.task = task
         self.n_trajectories_per_epoch = n_trajectories_per_epoch
         self.n_interactions_per_epoch = n_interactions_per_epoch
@@ -130,6 +139,7 @@ class RLTrainer:
         self.eval_steps = list(eval_steps) if eval_steps is not None else [None]
         self.eval_temperatures = list(eval_temperatures)
         self.only_eval = only_eval
+        self.offline = offline
         self.output_dir = output_dir
         self.max_slice_length = max_slice_length
         self.seed = seed
@@ -138,7 +148,7 @@ class RLTrainer:
         self.on_eval = on_eval
         self.observation_space = self._seen_space()
         task.set_n_replay_epochs(n_replay_epochs)
-        if n_interactions_per_epoch is not None and not self.on_policy:
+        if n_interactions_per_epoch is not None and not self.on_policy and not offline:
             task.reserve(n_replay_epochs * (n_interactions_per_epoch // task.env.num_envs))
         self._epoch = 0
         self._wall_s = 0.0
@@ -214,11 +224,17 @@ class RLTrainer:
             if drawn and trainer.name in drawn:
                 state, trainer_metrics = trainer.fit_batches(state, drawn[trainer.name], hparams)
             else:
-                rows, valid = self._rows(state, data, hparams)
-                state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
+                state, trainer_metrics = self._fit(trainer, state, data, hparams)
             metrics.update(trainer_metrics)
         # Streams draw with what follows from this key; the next epoch's shall draw anew.
         return state._replace(key=jax.random.split(state.key)[0]) if drawn else state, metrics
+
+    def _fit(
+        self, trainer: Trainer, state: TrainState, data: Rollout, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """One epoch's training of one supervised trainer."""
+        rows, valid = self._rows(state, data, hparams)
+        return trainer.fit(state, rows, valid, hparams)
 
     def _inputs(self, base: type, stream: str) -> Inputs | None:
         """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""
@@ -244,13 +260,17 @@ class RLTrainer:
         return rows, jnp.any(rows.mask > 0, axis=1)
 
     def _start(
-        self, init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]], trainers: list[Trainer]
+        self,
+        init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+        trainers: list[Trainer],
+        targets: tuple[str, ...] = (),
     ) -> None:
         """Initialises parameters, compiles nothing yet, and continues a run found in ``output_dir``.
 
         Args:
             init: ``(key, observation [1, *obs]) -> (params, model_state)``.
             trainers: in the order in which they train.
+            targets: keys of the parameters that ``target_params`` begins as a copy of.
         """
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
@@ -260,7 +280,11 @@ class RLTrainer:
         quickly = {"xla_backend_optimization_level": 0}
         params, model_state = jax.jit(init, compiler_options=quickly)(key_params, example)
         opt_state = {trainer.name: trainer.init(params) for trainer in trainers}
-        self.state = TrainState(params, model_state, opt_state, key_train, jnp.int32(0))
+        # Copies, since training consumes the buffers of both.
+        target_params = {part: jax.tree.map(jnp.copy, params[part]) for part in targets if part in params}
+        self.state = TrainState(
+            params, model_state, opt_state, key_train, jnp.int32(0), target_params or ()
+        )
         distribution = self.task.distribution
 
         @_jit
@@ -396,6 +420,10 @@ class RLTrainer:
             data = self._stored()
             episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
             return data, None if self._epoch else data, episodes
+        if self.offline:
+            data = self._stored()
+            nothing = rollout.Episodes(np.zeros(0), np.zeros(0, np.int64))
+            return data, None if self._epoch else data, nothing
         act = self._actor(self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
@@ -625,35 +653,51 @@ def parameters(target: Any) -> list[str]:
     return list(found)
 
 
-def judge(
-    model: Model, estimator: Estimator, distribution: Any, state: TrainState, data: Rollout
-) -> Batch:
-    """Facts with advantages and value targets, from one pass of the networks over all rows.
+def all_observations(data: Rollout) -> PyTree:
+    """The observations of all rows and the last one, ``[T + 1, B, *obs]``."""
+    pairs = data.steps.observation, data.last_observation
+    return jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), *pairs)
+
+
+def behaviour(steps: TimeStep, dist_inputs: jax.Array) -> jax.Array:
+    """The distribution that acted, f32 ``[T + 1, B, D]``.
 
     Args:
-        model: its output is ``(dist_inputs, value)``.
+        steps: ``[T, B]``.
+        dist_inputs: f32 ``[T + 1, B, D]`` of the policy that learns, which stands in where nobody acted
+            (reset rows, the last observation) or nobody knows who did (NaN).
+    """
+    acted = (steps.mask > 0)[..., None] & jnp.isfinite(steps.dist_inputs)
+    known = jnp.where(acted, steps.dist_inputs, dist_inputs[:-1])
+    return jnp.concatenate([known, dist_inputs[-1:]])
+
+
+def judge(
+    estimator: Estimator, distribution: Any, data: Rollout, dist_inputs: jax.Array, values: jax.Array
+) -> Batch:
+    """Facts with advantages and value targets.
+
+    Args:
         estimator: see :mod:`rl_trainers.advantages`.
         distribution: of the actions.
-        state: parameters of the model.
         data: facts ``[T, B]``.
+        dist_inputs: f32 ``[T + 1, B, D]`` of the policy that learns, see :func:`all_observations`.
+        values: f32 ``[T + 1, B]``.
 
     Returns:
         A batch with axes ``[T, B]``.
     """
     steps = data.steps
-    observations = jax.tree.map(
-        lambda x, last: jnp.concatenate([x, last[None]]), steps.observation, data.last_observation
-    )
-    dist_inputs, values = model.apply(state.params, state.model_state, observations)
+    acted = behaviour(steps, dist_inputs)[:-1]
     rho = probability_ratio(
         distribution.log_prob(dist_inputs[:-1], steps.action),
-        distribution.log_prob(steps.dist_inputs, steps.action),
+        distribution.log_prob(acted, steps.action),
     )
     target = estimator(steps, values, rho)
     return Batch(
         observation=steps.observation,
         action=steps.action,
-        dist_inputs=steps.dist_inputs,
+        dist_inputs=acted,
         advantage=target - values[:-1],
         value_target=target,
         mask=steps.mask * steps.env_info.control_mask,

@@ -23,7 +23,8 @@ class Model(NamedTuple):
         init: ``(key, observation [.., *obs]) -> (params, model_state)``.
         apply: ``(params, model_state, observation [.., *obs]) -> output``: ``dist_inputs [.., D]`` of a
             policy, ``value [..]`` of a value network, the pair of both of a joint one. Models of the value
-            of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``.
+            of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``;
+            a pair with such a one returns ``None`` in its place if no action is given.
         gather: ``(params, model_state, observation, mask [..]) -> model_state`` takes the unmasked
             observations into the statistics.
     """
@@ -174,8 +175,12 @@ def _over_any_axes(inner: Model, space: gym.Space, action_space: gym.Space | Non
             output = inner.apply(params, model_state, x)
             return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output)
         n_rows = len(jax.tree.leaves(x)[0])
-        values = inner.apply(params, model_state, x, action=_actions(action_space, n_rows, action))
-        return values.reshape(_leading(action_space, action))
+        output = inner.apply(params, model_state, x, action=_actions(action_space, n_rows, action))
+        if not isinstance(output, tuple):
+            return output.reshape(_leading(action_space, action))
+        dist_inputs, values = output
+        dist_inputs = dist_inputs.reshape(*leading, *dist_inputs.shape[1:])
+        return dist_inputs, values.reshape(_leading(action_space, action))
 
     def gather(params, model_state, observation, mask):
         x = _rows(space, observation)[1]

@@ -44,7 +44,12 @@ def build(
 
 
 def build_pair(
-    policy: Any, value: Any, observation_space: gym.Space, n_shared_layers: int, **kwargs
+    policy: Any,
+    value: Any,
+    observation_space: gym.Space,
+    n_shared_layers: int,
+    action_space: gym.Space | None = None,
+    **kwargs,
 ) -> Model:
     """A joint model of a policy and a value network.
 
@@ -54,19 +59,22 @@ def build_pair(
         observation_space: of one environment.
         n_shared_layers: how many of the layers normaliser (if there is one), body and head the two share,
             from below; the shared ones are the policy's.
+        action_space: of one environment, if the value is one of actions.
         **kwargs: offered to the factories.
 
     Returns:
-        A :class:`Model` whose output is ``(dist_inputs, value)``.
+        A :class:`Model` whose output is ``(dist_inputs, value)``; values of actions are ``None`` where no
+        action is given.
 
     Raises:
         ValueError: if ``n_shared_layers`` is out of range, or positive for networks that are not
             :class:`Policy` and :class:`Value`.
     """
     if n_shared_layers:
-        return build(_shared(policy, value, n_shared_layers, **kwargs), observation_space, "shared")
+        network = _shared(policy, value, n_shared_layers, action_space is not None, **kwargs)
+        return build(network, observation_space, "shared", action_space)
     one = build(policy, observation_space, "policy", **kwargs)
-    other = build(value, observation_space, "value", **kwargs)
+    other = build(value, observation_space, "value", action_space, **kwargs)
 
     def init(key, observation):
         keys = jax.random.split(key)
@@ -74,20 +82,24 @@ def build_pair(
         value_params, value_state = other.init(keys[1], observation)
         return {**params, **value_params}, {"policy": state, "value": value_state}
 
-    def both(call, params, model_state, *arguments):
-        return tuple(
-            getattr(model, call)(params, model_state[name], *arguments)
-            for name, model in (("policy", one), ("value", other))
-        )
+    def apply(params, model_state, observation, *action):
+        dist_inputs = one.apply(params, model_state["policy"], observation)
+        if action_space is not None and not action:
+            return dist_inputs, None
+        return dist_inputs, other.apply(params, model_state["value"], observation, *action)
 
     def gather(params, model_state, *arguments):
-        states = both("gather", params, model_state, *arguments)
-        return dict(zip(("policy", "value"), states, strict=True))
+        return {
+            name: model.gather(params, model_state[name], *arguments)
+            for name, model in (("policy", one), ("value", other))
+        }
 
-    return Model(init, functools.partial(both, "apply"), gather)
+    return Model(init, apply, gather)
 
 
-def _shared(policy: Any, value: Any, n_shared_layers: int, **kwargs) -> PolicyAndValue:
+def _shared(
+    policy: Any, value: Any, n_shared_layers: int, takes_actions: bool, **kwargs
+) -> PolicyAndValue:
     made = [
         network if isinstance(network, nn.Module) else call(network, **kwargs)
         for network in (policy, value)
@@ -103,6 +115,7 @@ def _shared(policy: Any, value: Any, n_shared_layers: int, **kwargs) -> PolicyAn
             f"n_shared_layers={n_shared_layers} must lie between 0 and {most}, the policy's layers under "
             "its head"
         )
+    inject = made[1].inject_actions_n_layers, made[1].inject_actions_dim
     return PolicyAndValue(
         kwargs["policy_distribution"],
         made[0].body,
@@ -111,6 +124,7 @@ def _shared(policy: Any, value: Any, n_shared_layers: int, **kwargs) -> PolicyAn
         head_init_range=made[0].head_init_range,
         value_body=made[1].body,
         value_head_init_range=made[1].head_init_range,
+        inject_actions=(*inject, made[1].multiplicative_action_injection) if takes_actions else None,
     )
 
 

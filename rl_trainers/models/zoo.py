@@ -292,6 +292,8 @@ class PolicyAndValue(nn.Module):
         head_init_range: bound of the policy head's initial weights; ``None`` for small ones.
         value_body: factory of the value network's own body, if it is another one.
         value_head_init_range: bound of the value head's initial weights; ``None`` for the usual ones.
+        inject_actions: how the value network takes actions, see :class:`Value`: ``(inject_actions_n_layers,
+            inject_actions_dim, multiplicative_action_injection)``; ``None`` if it takes none.
     """
 
     policy_distribution: Any
@@ -301,6 +303,7 @@ class PolicyAndValue(nn.Module):
     head_init_range: float | None = None
     value_body: Callable | None = None
     value_head_init_range: float | None = None
+    inject_actions: tuple[int, int, bool] | None = None
 
     def setup(self):
         """Makes the submodules."""
@@ -311,12 +314,17 @@ class PolicyAndValue(nn.Module):
         policy_body, value_body = (None, None) if self.joint else made
         n_inputs = self.policy_distribution.n_inputs
         self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
-        self.value = _head(value_body, 1, self.value_head_init_range, 1.0)
+        value: Any = _head(value_body, 1, self.value_head_init_range, 1.0)
+        if self.inject_actions is not None:
+            value = _ActionHead(value.body, 1, value.init, *self.inject_actions)
+        self.value = value
 
-    def __call__(self, x, mask=None):
-        """``(dist_inputs [R, D], value [R])``."""
+    def __call__(self, x, mask=None, action=None):
+        """``(dist_inputs [R, D], value [R])``; ``value [K, R]`` of ``action [K, R, A]``, else ``None``."""
         x = x if self.normalize is None else self.normalize(x, mask)
         x = x if self.shared is None else self.shared(x)
-        return self.policy(x), self.value(x)[..., 0]
+        if self.inject_actions is None:
+            return self.policy(x), self.value(x)[..., 0]
+        return self.policy(x), None if action is None else self.value(x, action)[..., 0]
 
 
