@@ -27,7 +27,9 @@ class ActorCriticTrainer(PolicyTrainer):
 
     With ``q_value`` the value function is Q(s, a), and the value of a state is F_j Q(s, a_j) over actions
     a_j of the distribution mu that acted (of the policy that learns where mu is not stored). The estimators
-    then work as they do with V: a one-step target is r + gamma F_j Q(s', a'_j).
+    then work as they do with V: a one-step target is r + gamma F_j Q(s', a'_j). With ``offline``, where mu
+    is unknown, targets are made of the actions that were taken, r + gamma Q(s', a'), and advantages are
+    taken over F_j Q(s, a_j) of the policy that learns.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ActorCriticTrainer(PolicyTrainer):
             advantage_normalization: shift and scale each batch's advantages.
             advantage_normalization_epsilon: added to the deviation that they are divided by.
             advantage_normalization_factor: what they are multiplied by afterwards.
-            q_value: learn values of actions. With ``offline`` the actions a_j are the stored ones, one each.
+            q_value: learn values of actions.
             q_value_aggregate: F, see :func:`rl_trainers.losses.aggregate_values`.
             q_value_aggregate_max: old spelling, true for ``'max'`` and false for ``'mean'``.
             q_value_temperature: tau of F.
@@ -180,30 +182,27 @@ class ActorCriticTrainer(PolicyTrainer):
     def _judge(self, state: TrainState, value_params: PyTree, data: Rollout) -> Batch:
         observations = all_observations(data)
         dist_inputs = self._policy_model.apply(state.params, state.model_state, observations)
-        if self.q_value:
-            # The first three keys of this split are those of the next training.
-            key = jax.random.fold_in(jax.random.split(state.key, 4)[3], state.step)
-            values = self._state_values(value_params, state.model_state, data, dist_inputs, key)
-        else:
-            values = self._value(value_params, state.model_state, observations)
-        return judge(self._estimator, self._distribution, data, dist_inputs, values)
-
-    def _state_values(
-        self, params: PyTree, model_state: PyTree, data: Rollout, dist_inputs: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        """F_j Q(s, a_j) of all observations, f32 ``[T + 1, B]``."""
+        model = value_params, state.model_state
+        if not self.q_value:
+            values = self._value(*model, observations)
+            return judge(self._estimator, self._distribution, data, dist_inputs, values)
+        # The first three keys of this split are those of the next training.
+        key = jax.random.fold_in(jax.random.split(state.key, 4)[3], state.step)
         steps = data.steps
+        acted = dist_inputs if self.offline else behaviour(steps, dist_inputs)
+        actions, weights = self._actions(acted, key)
+        q = self._value(*model, observations, actions)
         mask = jnp.concatenate([steps.mask, jnp.ones_like(steps.mask[:1])])
-        if self.offline:
-            drawn = self._distribution.sample(dist_inputs, key)
-            actions = jax.tree.map(lambda a, b: _first_where(steps.mask > 0, a, b)[None], steps.action, drawn)
-            weights = jnp.ones((1, *mask.shape))
-        else:
-            actions, weights = self._actions(behaviour(steps, dist_inputs), key)
-        q = self._value(params, model_state, all_observations(data), actions)
         spread = losses.value_spread(q, weights, mask, self.q_value_normalization)
         how, temperature = self.q_value_aggregate, self.q_value_temperature
-        return losses.aggregate_values(q / spread, weights, how, temperature) * spread
+        values = losses.aggregate_values(q / spread, weights, how, temperature) * spread
+        if not self.offline:
+            return judge(self._estimator, self._distribution, data, dist_inputs, values)
+        stored = self._value(*model, steps.observation, steps.action)
+        stored = jnp.where(steps.mask > 0, stored, values[:-1])
+        followed = jnp.concatenate([stored, values[-1:]])
+        batch = judge(self._estimator, self._distribution, data, dist_inputs, followed)
+        return batch._replace(advantage=batch.value_target - values[:-1])
 
     def _actions(self, dist_inputs: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Actions of the distributions ``[.., D]`` to average over, and their weights.
@@ -441,12 +440,6 @@ QWR = SamplingAWR
 def _join(x: jax.Array) -> jax.Array:
     """``[K, N, ..] -> [K N, ..]``."""
     return x.reshape(-1, *x.shape[2:])
-
-
-def _first_where(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a [T, B, ..]`` where ``condition [T, B]`` holds, else ``b [T + 1, B, ..]``."""
-    condition = condition.reshape(*condition.shape, *[1] * (a.ndim - condition.ndim))
-    return jnp.concatenate([jnp.where(condition, a, b[:-1]), b[-1:]])
 
 
 def _check_choice(argument: str, value: Any, choices: tuple) -> None:

@@ -129,11 +129,12 @@ def aggregate_values(
 
 
 def value_spread(q: jax.Array, weights: jax.Array, mask: jax.Array, how: str | None) -> jax.Array:
-    """How far the values of a state's actions lie apart, over all states, f32 ``[]``; at least 1e-6.
+    """How far values of actions lie apart, over all states and actions, f32 ``[]``; at least 1e-6.
 
-    ``'std'``: root of the mean variance; ``'abs'``: mean absolute deviation, both around the mean of each
-    state. ``None``: 1. Aggregating ``q / spread`` and multiplying the result by ``spread`` makes the
-    temperature one of relative values.
+    ``'std'``: standard deviation; ``'abs'``: mean absolute deviation; ``None``: 1. Aggregating ``q / spread``
+    and multiplying the result by ``spread`` adapts the temperature to the scale of the returns. The spread
+    within states would not do: it falls with every error that is learned away, so that ever smaller
+    differences count as much.
 
     Args:
         q: f32 ``[K, N, L]``.
@@ -143,11 +144,10 @@ def value_spread(q: jax.Array, weights: jax.Array, mask: jax.Array, how: str | N
     """
     if how is None:
         return jnp.float32(1.0)
-    deviation = q - aggregate_values(q, weights, "mean")
-    if how == "abs":
-        return jnp.maximum(masked_mean(jnp.sum(weights * jnp.abs(deviation), 0), mask), 1e-6)
-    variance = masked_mean(jnp.sum(weights * jnp.square(deviation), 0), mask)
-    return jnp.sqrt(jnp.maximum(variance, 1e-12))
+    weights = weights * mask
+    if how == "std":
+        return jnp.maximum(masked_std(q, weights), 1e-6)
+    return jnp.maximum(masked_mean(jnp.abs(q - masked_mean(q, weights)), weights), 1e-6)
 
 
 def awr_weights(
