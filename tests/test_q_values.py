@@ -134,11 +134,8 @@ def test_target_of_all_actions_by_hand(how, next_value):
     np.testing.assert_allclose(batch.value_target[:-1][inside], 0.9 * (10 + next_value), rtol=1e-5)
 
 
-@pytest.mark.parametrize("value_batch_size", [16, 64])
-def test_batch_sizes_may_differ_and_margin_0_learns(value_batch_size):
-    trainer = small(
-        AWR, probe.DelayedReward, q_value=True, q_value_n_samples=3, value_batch_size=value_batch_size
-    )
+def test_batch_sizes_may_differ_and_margin_0_learns():
+    trainer = small(AWR, probe.DelayedReward, q_value=True, q_value_n_samples=3, value_batch_size=64)
     trainer.run(40)
     observation = jnp.asarray([[0.0], [1.0]])
     actions = jnp.zeros((2,), jnp.int32)
@@ -147,26 +144,21 @@ def test_batch_sizes_may_differ_and_margin_0_learns(value_batch_size):
     np.testing.assert_allclose(got, [0.9, 1.0], atol=0.08)
 
 
-@pytest.mark.parametrize("cls", [A2C, PPO, AWR, SamplingAWR])
+@pytest.mark.parametrize("cls", [PPO, SamplingAWR])
 def test_the_best_action_is_found(cls):
     trainer = small(cls, probe.ActionAndObservationReward, q_value=True, q_value_n_samples=3)
-    trainer.run(60 if cls is A2C else 30)
+    trainer.run(30)
     np.testing.assert_array_equal(trainer.evaluate(20).returns, np.ones(20))
 
 
 def test_as_many_samples_as_actions_are_all_actions():
-    trainer = small(SamplingAWR, "CartPole-v1", q_value_n_samples=2)
-    assert trainer.all_actions
-    explicit = small(SamplingAWR, "CartPole-v1", all_actions=True)
-    trainer.run(1)
-    explicit.run(1)
-    assert trees_equal(trainer.state, explicit.state)
+    assert small(SamplingAWR, "CartPole-v1", q_value_n_samples=2).all_actions
     assert not small(SamplingAWR, "CartPole-v1", q_value_n_samples=3).all_actions
     assert not small(AWR, "CartPole-v1", q_value_n_samples=2).all_actions
 
 
 @pytest.mark.parametrize(
-    ("normalizer", "n_shared_layers"), [(None, 1), (models.Normalize, 1), (models.Normalize, 2)]
+    ("normalizer", "n_shared_layers"), [(None, 1), (models.Normalize, 1)]
 )
 def test_values_of_actions_on_shared_layers(normalizer, n_shared_layers):
     trainer = small(
@@ -249,7 +241,7 @@ def test_samples_come_from_the_distribution_that_acted():
 
 
 @pytest.mark.parametrize(
-    ("env", "n_samples"), [("CartPole-v1", 3), ("CartPole-v1", 2), ("MountainCarContinuous-v0", 3)]
+    ("env", "n_samples"), [("CartPole-v1", 2), ("MountainCarContinuous-v0", 3)]
 )
 def test_sampling_awr_trains_and_compiles_once(env, n_samples):
     trainer = small(
@@ -353,9 +345,8 @@ def test_the_first_state_learns_what_the_second_was_worth_at_the_last_copy(targe
     np.testing.assert_allclose(after, [want, 1.0], atol=0.02)
 
 
-@pytest.mark.parametrize("target_sync", [None, 2])
-def test_evaluations_change_no_weight(target_sync):
-    settings = {"target_sync": target_sync, "q_value": True}
+def test_evaluations_change_no_weight():
+    settings = {"target_sync": 2, "q_value": True}
     runs = [
         small(AWR, "CartPole-v1", value_evals_per_epoch=n, value_eval_steps=k, **settings)
         for n, k in ((1, None), (4, 1))
@@ -365,10 +356,15 @@ def test_evaluations_change_no_weight(target_sync):
     assert trees_equal(runs[0].state, runs[1].state)
 
 
-def test_targets_do_not_touch_the_policy_with_shared_layers():
-    trainer = small(PPO, "CartPole-v1", n_shared_layers=1, target_sync=4, policy_train_steps_per_epoch=1)
+def test_targets_do_not_stand_in_for_the_layers_of_the_policy():
+    estimator = functools.partial(advantages.vtrace, lambda_=0.0, clip_rho_threshold=2.0)
+    trainer = small(PPO, "CartPole-v1", n_shared_layers=1, target_sync=4, advantage_estimator=estimator)
     assert sorted(trainer.state.target_params) == ["shared", "value"]
-    trainer.run(3)
+    data, *_ = trainer._collect()
+    nothing = jax.tree.map(jnp.zeros_like, trainer.state.target_params)
+    batch = trainer._judge(trainer.state, {**trainer.state.params, **nothing}, data)
+    # All values are 0 and the policy is the one that acted, so targets are rewards.
+    np.testing.assert_allclose(batch.value_target, data.steps.reward, atol=1e-6)
 
 
 @pytest.mark.parametrize(("target_sync", "near"), [(3, 2), (0, 1), (7, 8), (13, 16)])
@@ -539,7 +535,7 @@ LATER = {**EVALS, "added_policy_slice_length": 1, "n_replay_epochs": 1, "scale_v
 Q = {"q_value": True, "q_value_aggregate_max": True, "q_value_n_samples": 1, "vocab_size": 2}
 
 
-@pytest.mark.parametrize("cls", [A2C, PPO, AWR, SamplingAWR])
+@pytest.mark.parametrize("cls", [A2C, SamplingAWR])
 @pytest.mark.parametrize(
     "published",
     [
