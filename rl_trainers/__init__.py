@@ -29,7 +29,14 @@ def _configure_jax() -> None:
 _configure_jax()
 
 from rl_trainers import advantages, losses, models, optimizers  # noqa: E402
-from rl_trainers.actor_critic import A2C, AWR, PPO, ActorCriticTrainer  # noqa: E402
+from rl_trainers.actor_critic import (  # noqa: E402
+    A2C,
+    AWR,
+    PPO,
+    QWR,
+    ActorCriticTrainer,
+    SamplingAWR,
+)
 from rl_trainers.distributions import create_distribution  # noqa: E402
 from rl_trainers.joint import (  # noqa: E402
     A2CJoint,
@@ -38,6 +45,7 @@ from rl_trainers.joint import (  # noqa: E402
     PPOJoint,
 )
 from rl_trainers.policy_trainer import (  # noqa: E402
+    RWR,
     ExamplePolicyTrainer,
     ExpertIteration,
     PolicyGradient,
@@ -61,6 +69,9 @@ __all__ = [
     "ExpertIteration",
     "PPO",
     "PPOJoint",
+    "QWR",
+    "RWR",
+    "SamplingAWR",
     "PolicyGradient",
     "PolicyTrainer",
     "RLTask",

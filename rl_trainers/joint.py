@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,10 +11,10 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from rl_trainers import advantages, losses, models
+from rl_trainers import advantages, losses, models, windows
 from rl_trainers.supervised import Trainer
 from rl_trainers.task import RLTask
-from rl_trainers.trainer import RLTrainer, judge
+from rl_trainers.trainer import RLTrainer, all_observations, judge
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
 
 _log = logging.getLogger(__name__)
@@ -107,9 +108,9 @@ class ActorCriticJointTrainer(RLTrainer):
 
     def make_batch(self, state: TrainState, data: Rollout, hparams: dict) -> Batch:
         """Advantages from one pass of the value function over all rows; axes ``[T, B]``."""
-        return judge(
-            self._model, self._estimator, self._distribution, state, data, self.max_slice_length
-        )
+        model = functools.partial(self._model.apply, state.params, state.model_state)
+        judged = windows.over_rollout(model, all_observations(data), self.max_slice_length)
+        return judge(self._estimator, self._distribution, data, *judged)
 
     def gather(self, state: TrainState, data: Rollout) -> PyTree:
         """``model_state`` after taking in the observations of ``data``."""

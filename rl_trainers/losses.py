@@ -102,6 +102,55 @@ def value_loss(value: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Arra
     return masked_mean(jnp.square(value - jax.lax.stop_gradient(target)), mask)
 
 
+def aggregate_values(
+    q: jax.Array, weights: jax.Array, how: str, temperature: float | jax.Array = 1.0
+) -> jax.Array:
+    """The value of a state from values of its actions, f32 ``[..]``; no factor but ``weights``.
+
+    ``'mean'``: sum_j w_j Q_j. ``'max'``: max_j Q_j over actions of positive weight. ``'softmax'``:
+    sum_j p_j Q_j with p_j ~ w_j exp(Q_j / tau). ``'logsumexp'``: tau log sum_j w_j exp(Q_j / tau), the
+    soft maximum. The last two go to the mean for tau -> infinity and to the maximum for tau -> 0.
+    QWR, Kozakowski et al. 2021, https://arxiv.org/abs/2102.06782, section 3.3.
+
+    Args:
+        q: f32 ``[K, ..]``.
+        weights: f32 ``[K, ..]``, sum 1 over K: 1/K for samples, the probabilities for all actions.
+        how: one of the four.
+        temperature: tau > 0.
+    """
+    chex.assert_equal_shape([q, weights])
+    if how == "mean":
+        return jnp.sum(weights * q, 0)
+    if how == "max":
+        return jnp.max(jnp.where(weights > 0, q, -jnp.inf), 0)
+    scaled = q / temperature + jnp.log(weights)
+    if how == "softmax":
+        return jnp.sum(jax.nn.softmax(scaled, 0) * q, 0)
+    return temperature * jax.nn.logsumexp(scaled, 0)
+
+
+def value_spread(q: jax.Array, weights: jax.Array, mask: jax.Array, how: str | None) -> jax.Array:
+    """How far values of actions lie apart, over all states and actions, f32 ``[]``; at least 1e-6.
+
+    ``'std'``: standard deviation; ``'abs'``: mean absolute deviation; ``None``: 1. Aggregating ``q / spread``
+    and multiplying the result by ``spread`` adapts the temperature to the scale of the returns. The spread
+    within states would not do: it falls with every error that is learned away, so that ever smaller
+    differences count as much.
+
+    Args:
+        q: f32 ``[K, N, L]``.
+        weights: f32 ``[K, N, L]``, sum 1 over K.
+        mask: f32 ``[N, L]``.
+        how: ``'std'``, ``'abs'`` or ``None``.
+    """
+    if how is None:
+        return jnp.float32(1.0)
+    weights = weights * mask
+    if how == "std":
+        return jnp.maximum(masked_std(q, weights), 1e-6)
+    return jnp.maximum(masked_mean(jnp.abs(q - masked_mean(q, weights)), weights), 1e-6)
+
+
 def awr_weights(
     advantage: jax.Array, beta: float | jax.Array, w_max: float | jax.Array
 ) -> jax.Array:
@@ -128,7 +177,7 @@ def threshold_weights(
     for percentile, weight, minimum in thresholds:
         bar = jnp.maximum(jnp.nanpercentile(known, percentile), minimum)
         weights += jnp.where(advantage >= bar, weight, 0.0)
-    return weights * mask
+    return jnp.where(mask > 0, weights, 0.0)
 
 
 def regression_weights(

@@ -154,8 +154,15 @@ class PolicyTrainer(RLTrainer):
         observation, mask = data.steps.observation, data.steps.mask
         return self._policy_model.gather(state.params, state.model_state, observation, mask)
 
+    def _decisions(
+        self, params: PyTree, model_state: PyTree, dist_inputs: jax.Array, batch: Batch, hparams: dict
+    ) -> tuple[jax.Array, Batch]:
+        """What the loss and the metrics of a batch see, both with axes ``[N, L]``; traced."""
+        return dist_inputs, batch
+
     def _policy_loss(self, params, model_state, batch: Batch, hparams: dict):
         dist_inputs = self._policy_model.apply(params, model_state, batch.observation)
+        dist_inputs, batch = self._decisions(params, model_state, dist_inputs, batch, hparams)
         loss, metrics = self.policy_loss(dist_inputs, batch, hparams)
         metrics = {"policy_loss": loss, **self.policy_metrics(dist_inputs, batch), **metrics}
         return loss, losses.masked_means(metrics, batch.mask)
@@ -287,6 +294,53 @@ class ExamplePolicyTrainer(PolicyTrainer):
     def policy_inputs(self, steps):
         """Plain returns to go."""
         return returns_to_go(steps, self.task.gamma)
+
+
+@gin.configurable(module="rl_trainers", denylist=["task", "output_dir"])
+class RWR(PolicyTrainer):
+    """Reward-weighted regression, Peters and Schaal 2007, https://doi.org/10.1145/1273496.1273590, eq. 11.
+
+    It is AWR without a value function: weights are min(exp(R / beta), w_max) of the returns to go.
+    """
+
+    hyperparameters = ("beta", "w_max")
+    on_policy = False
+
+    def __init__(
+        self,
+        task: RLTask,
+        beta: float = 1.0,
+        w_max: float = 20.0,
+        return_normalization: bool = True,
+        **kwargs,
+    ):
+        """Configures RWR.
+
+        Args:
+            task: the environment to train on and its replay.
+            beta: temperature of the weights.
+            w_max: largest weight.
+            return_normalization: shift and scale each batch's returns.
+            **kwargs: arguments of :class:`PolicyTrainer`.
+        """
+        self.beta = beta
+        self.w_max = w_max
+        self.return_normalization = return_normalization
+        super().__init__(task, **kwargs)
+
+    def policy_inputs(self, steps):
+        """Plain returns to go."""
+        return returns_to_go(steps, self.task.gamma)
+
+    def policy_loss(self, dist_inputs, batch, hparams):
+        """Weighted log-likelihood."""
+        returns = batch.advantage
+        if self.return_normalization:
+            returns = losses.normalize(returns, batch.mask)
+        weights = losses.awr_weights(returns, hparams["beta"], hparams["w_max"])
+        log_prob = self._distribution.log_prob(dist_inputs, batch.action)
+        loss = losses.policy_gradient(log_prob, weights, batch.mask)
+        return loss, losses.weight_metrics(weights, batch.mask, hparams["w_max"])
 
 
 @gin.configurable(module="rl_trainers")

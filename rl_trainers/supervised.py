@@ -5,6 +5,7 @@ This is the only module that takes gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -18,7 +19,10 @@ from rl_trainers import optimizers
 from rl_trainers.types import PyTree, TrainState
 
 Loss = Callable[[PyTree, PyTree, Any, dict], tuple[jax.Array, dict]]
-"""``(params, model_state, batch, hparams) -> (loss f32 [], metrics of f32 [])``, traced."""
+"""``(params, model_state, batch, hparams) -> (loss f32 [], metrics of f32 [])``, traced.
+
+``hparams['key']`` is a PRNG key u32 ``[2]`` of this step, for losses that draw.
+"""
 
 
 class Inputs(NamedTuple):
@@ -167,16 +171,33 @@ class Trainer:
         Returns:
             ``(state, metrics)``, metrics as ``eval_steps`` and ``evals_per_epoch`` ask for them.
         """
-        key, key_shuffle = jax.random.split(state.key)
-        batch_size = min(self.batch_size or valid.shape[0], valid.shape[0])
-        index, keep = shuffled(key_shuffle, valid, batch_size, self.n_steps)
+        state, batches = self._shuffle(state, valid)
+        steps = self._steps(batches, hparams)
+        return self._scan(state, functools.partial(_take, rows), steps, hparams)
 
-        def take(x):
-            index, keep = x
-            batch = jax.tree.map(lambda a: a[index], rows)
-            return batch._replace(mask=batch.mask * keep[:, None])
+    def fit_parts(
+        self, state: TrainState, judge: Callable, valid: jax.Array, hparams: dict, n_parts: int
+    ) -> tuple[TrainState, dict]:
+        """Like :meth:`fit`, with the rows judged anew before each of ``n_parts`` equal parts of the steps.
 
-        return self._scan(state._replace(key=key), take, (index, keep), hparams)
+        Args:
+            state: consumed.
+            judge: ``(state, first step of the part i32 []) -> (state, rows)``, traced.
+            valid: bool ``[R]``, rows to visit.
+            hparams: see :meth:`fit`.
+            n_parts: divides ``n_steps``.
+        """
+        state, batches = self._shuffle(state, valid)
+        parts = (jnp.arange(0, self.n_steps, self.n_steps // n_parts), self._steps(batches, hparams))
+        parts = jax.tree.map(lambda x: x.reshape(n_parts, -1, *x.shape[1:]), parts)
+
+        def part(state, x):
+            first, steps = x
+            state, rows = judge(state, first[0])
+            return self._scan(state, functools.partial(_take, rows), steps, hparams)
+
+        state, metrics = jax.lax.scan(part, state, parts)
+        return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
 
     def fit_batches(
         self, state: TrainState, batches: Any, hparams: dict
@@ -191,20 +212,33 @@ class Trainer:
         Returns:
             ``(state, metrics)`` as :meth:`fit`.
         """
-        return self._scan(state, lambda batch: batch, batches, hparams)
+        return self._scan(state, lambda batch: batch, self._steps(batches, hparams), hparams)
+
+    def _shuffle(self, state: TrainState, valid: jax.Array) -> tuple[TrainState, tuple]:
+        """See :func:`shuffled`."""
+        key, key_shuffle = jax.random.split(state.key)
+        batch_size = min(self.batch_size or valid.shape[0], valid.shape[0])
+        batches = shuffled(key_shuffle, valid, batch_size, self.n_steps)
+        return state._replace(key=key), batches
+
+    def _steps(self, batches: Any, hparams: dict) -> tuple:
+        """What each step takes: its batch, its learning rate, its weight in the metrics."""
+        return batches, hparams[self.name]["learning_rate"], jnp.asarray(self.eval_weights)
 
     def _scan(
-        self, state: TrainState, take: Callable[[Any], Any], xs: Any, hparams: dict
+        self, state: TrainState, take: Callable[[Any], Any], steps: tuple, hparams: dict
     ) -> tuple[TrainState, dict]:
-        """Takes one optimizer step on ``take(x)`` for each ``x`` of ``xs``."""
+        """Takes one optimizer step on ``take(x)`` for each of ``steps``."""
         mine = hparams[self.name]
+        # The first two keys of this split are those of the next shuffle.
+        key_loss = jax.random.split(state.key, 3)[2]
 
         def step(state, x):
             x, rate, weight = x
-            state, metrics = self.update(state, take(x), {**mine, "learning_rate": rate}, hparams)
+            drawn = {**hparams, "key": jax.random.fold_in(key_loss, state.step)}
+            state, metrics = self.update(state, take(x), {**mine, "learning_rate": rate}, drawn)
             return state, jax.tree.map(lambda m: m * weight, metrics)
 
-        steps = (xs, mine["learning_rate"], jnp.asarray(self.eval_weights))
         state, metrics = jax.lax.scan(step, state, steps)
         return state, jax.tree.map(lambda m: jnp.sum(m, 0), metrics)
 
@@ -215,6 +249,12 @@ class Trainer:
         stream = self.inputs.train_stream(1)
         batches = [next(stream) for _ in range(self.n_steps)]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
+def _take(rows: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
+    index, keep = batch
+    taken = jax.tree.map(lambda a: a[index], rows)
+    return taken._replace(mask=taken.mask * keep[:, None])
 
 
 def shuffled(

@@ -26,7 +26,6 @@ import numpy as np
 from rl_trainers import checkpoint, metrics, rollout, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.losses import probability_ratio
-from rl_trainers.models import Model
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
@@ -67,6 +66,7 @@ class RLTrainer:
         *,
         n_replay_epochs: int = 1,
         max_slice_length: int = 1,
+        offline: bool = False,
         seed: int = 0,
         collect_per_epoch: int | None = None,
         checkpoint_interval_s: float = 30.0,
@@ -90,6 +90,8 @@ class RLTrainer:
             n_replay_epochs: newest epochs to train on; more than 1 is for off-policy algorithms only.
             max_slice_length: ``L`` of the batches; a sequence model sees at least the last ``L`` rows of its
                 episode, see :mod:`rl_trainers.windows`.
+            offline: train on the data that the task already has and take no step of an environment but in
+                evaluations; for off-policy algorithms only.
             seed: of parameters and training. Environments and actions are seeded by the task.
             collect_per_epoch: old name of ``n_trajectories_per_epoch``.
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
@@ -127,6 +129,13 @@ class RLTrainer:
                 f"n_replay_epochs={n_replay_epochs}: {type(self).__name__} is on-policy and can train on "
                 "the newest epoch only; nearest valid value: 1"
             )
+        if offline and (self.on_policy or not task.replay.size):
+            why = (
+                f"{type(self).__name__} is on-policy and trains on what it collects itself"
+                if self.on_policy
+                else "there is nothing to train on: give the task initial_trajectories"
+            )
+            raise ValueError(f"offline=True: {why}; nearest valid value: False")
         self.task = task
         self.n_trajectories_per_epoch = n_trajectories_per_epoch
         self.n_interactions_per_epoch = n_interactions_per_epoch
@@ -134,6 +143,7 @@ class RLTrainer:
         self.eval_steps = list(eval_steps) if eval_steps is not None else [None]
         self.eval_temperatures = list(eval_temperatures)
         self.only_eval = only_eval
+        self.offline = offline
         self.output_dir = output_dir
         self.max_slice_length = max_slice_length
         self.seed = seed
@@ -142,7 +152,7 @@ class RLTrainer:
         self.on_eval = on_eval
         self.observation_space = self._seen_space()
         task.set_n_replay_epochs(n_replay_epochs)
-        if n_interactions_per_epoch is not None and not self.on_policy:
+        if n_interactions_per_epoch is not None and not self.on_policy and not offline:
             task.reserve(n_replay_epochs * (n_interactions_per_epoch // task.env.num_envs))
         self._epoch = 0
         self._wall_s = 0.0
@@ -225,11 +235,17 @@ class RLTrainer:
             if drawn and trainer.name in drawn:
                 state, trainer_metrics = trainer.fit_batches(state, drawn[trainer.name], hparams)
             else:
-                rows, valid = self._rows(state, data, hparams)
-                state, trainer_metrics = trainer.fit(state, rows, valid, hparams)
+                state, trainer_metrics = self._fit(trainer, state, data, hparams)
             metrics.update(trainer_metrics)
         # Streams draw with what follows from this key; the next epoch's shall draw anew.
         return state._replace(key=jax.random.split(state.key)[0]) if drawn else state, metrics
+
+    def _fit(
+        self, trainer: Trainer, state: TrainState, data: Rollout, hparams: dict
+    ) -> tuple[TrainState, dict]:
+        """One epoch's training of one supervised trainer."""
+        rows, valid = self._rows(state, data, hparams)
+        return trainer.fit(state, rows, valid, hparams)
 
     def _inputs(self, base: type, stream: str) -> Inputs | None:
         """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""
@@ -457,6 +473,10 @@ class RLTrainer:
             data = self._stored()
             episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
             return data, None if self._epoch else data, episodes
+        if self.offline:
+            data = self._stored()
+            nothing = rollout.Episodes(np.zeros(0), np.zeros(0, np.int64))
+            return data, None if self._epoch else data, nothing
         window = None
         if self._is_sequence:
             window = self._begin_block(self.task.actor.policy_state)
@@ -715,36 +735,45 @@ def parameters(target: Any) -> list[str]:
     return list(found)
 
 
-def judge(
-    model: Model,
-    estimator: Estimator,
-    distribution: Any,
-    state: TrainState,
-    data: Rollout,
-    max_slice_length: int = 1,
-) -> Batch:
-    """Facts with advantages and value targets, from one pass of the networks over all rows.
+def all_observations(data: Rollout) -> PyTree:
+    """The observations of all rows and the last one, ``[T + 1, B, *obs]``."""
+    pairs = data.steps.observation, data.last_observation
+    return jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), *pairs)
+
+
+def behaviour(steps: TimeStep, dist_inputs: jax.Array) -> jax.Array:
+    """The distribution that acted, f32 ``[T + 1, B, D]``.
 
     Args:
-        model: its output is ``(dist_inputs, value)``.
+        steps: ``[T, B]``.
+        dist_inputs: f32 ``[T + 1, B, D]`` of the policy that learns, which stands in where nobody acted
+            (reset rows, the last observation) or nobody knows who did (NaN).
+    """
+    acted = (steps.mask > 0)[..., None] & jnp.isfinite(steps.dist_inputs)
+    known = jnp.where(acted, steps.dist_inputs, dist_inputs[:-1])
+    return jnp.concatenate([known, dist_inputs[-1:]])
+
+
+def judge(
+    estimator: Estimator, distribution: Any, data: Rollout, dist_inputs: jax.Array, values: jax.Array
+) -> Batch:
+    """Facts with advantages and value targets.
+
+    Args:
         estimator: see :mod:`rl_trainers.advantages`.
         distribution: of the actions.
-        state: parameters of the model.
         data: facts ``[T, B]``.
-        max_slice_length: ``L`` of a sequence model.
+        dist_inputs: f32 ``[T + 1, B, D]`` of the policy that learns, see :func:`all_observations`.
+        values: f32 ``[T + 1, B]``.
 
     Returns:
         A batch with axes ``[T, B]``.
     """
     steps = data.steps
-    observations = jax.tree.map(
-        lambda x, last: jnp.concatenate([x, last[None]]), steps.observation, data.last_observation
-    )
-    apply = functools.partial(model.apply, state.params, state.model_state)
-    dist_inputs, values = windows.over_rollout(apply, observations, max_slice_length)
+    acted = behaviour(steps, dist_inputs)[:-1]
     rho = probability_ratio(
         distribution.log_prob(dist_inputs[:-1], steps.action),
-        distribution.log_prob(steps.dist_inputs, steps.action),
+        distribution.log_prob(acted, steps.action),
     )
     # An action without effect says nothing about the policy that is to be judged.
     rho = jnp.where(steps.env_info.control_mask > 0, rho, 1.0)
@@ -752,7 +781,7 @@ def judge(
     return Batch(
         observation=steps.observation,
         action=steps.action,
-        dist_inputs=steps.dist_inputs,
+        dist_inputs=acted,
         advantage=target - values[:-1],
         value_target=target,
         mask=steps.mask * steps.env_info.control_mask,

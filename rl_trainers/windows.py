@@ -158,23 +158,26 @@ def blocks_and_before(tree: PyTree, length: int) -> PyTree:
     return jax.tree.map(cut, tree)
 
 
-def over_rollout(apply: Callable[[PyTree], PyTree], observation: PyTree, length: int) -> PyTree:
+def over_rollout(
+    apply: Callable[..., PyTree], observation: PyTree, length: int, *others: PyTree
+) -> PyTree:
     """``apply`` to whole rollouts, with the context that :func:`append` gave.
 
     Args:
         apply: a model; its output has the leading axes of what it is given.
         observation: ``[T, B, ..]``; only for :class:`rl_trainers.types.Seen` the rest matters.
         length: ``L``.
+        *others: more arguments ``[T, B, ..]`` of the model.
 
     Returns:
         What ``apply`` says, ``[T, B, ..]``.
     """
     if not isinstance(observation, Seen):
-        return apply(observation)
+        return apply(observation, *others)
     steps, envs = observation.episode.shape
 
     def join(y):
         y = y[:, length:].reshape(-1, envs, length, *y.shape[2:]).swapaxes(1, 2)
         return y.reshape(-1, envs, *y.shape[3:])[:steps]
 
-    return jax.tree.map(join, apply(blocks_and_before(observation, length)))
+    return jax.tree.map(join, apply(*blocks_and_before((observation, *others), length)))

@@ -32,7 +32,7 @@ def tiny(name):
     bindings = [f"{name}.n_interactions_per_epoch = 64"]
     parts = [""] if name.endswith("Joint") else ["policy_", "value_"]
     bindings += [f"{name}.{part}train_steps_per_epoch = 2" for part in parts]
-    return bindings + ["RLTask.initial_trajectories = 2"] * name.startswith("AWR")
+    return bindings + ["RLTask.initial_trajectories = 2"] * ("AWR" in name)
 
 
 def test_there_are_configurations():

@@ -24,7 +24,8 @@ class Model(NamedTuple):
         init: ``(key, observation [.., *obs]) -> (params, model_state)``.
         apply: ``(params, model_state, observation [.., *obs]) -> output``: ``dist_inputs [.., D]`` of a
             policy, ``value [..]`` of a value network, the pair of both of a joint one. Models of the value
-            of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``.
+            of actions take ``action [K.., .., *act]`` as one argument more and return ``value [K.., ..]``;
+            a pair with such a one returns ``None`` in its place if no action is given.
         gather: ``(params, model_state, observation, mask [..]) -> model_state`` takes the unmasked
             observations into the statistics.
         is_sequence: whether what it says of a row depends on the rows before. It is then given
@@ -214,8 +215,12 @@ def _over_any_axes(
             return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output)
         n_rows = len(jax.tree.leaves(x)[0])
         features_ = _actions(action_space, n_rows, action)
-        values = inner.apply(params, model_state, x, action=features_, **told)
-        return values.reshape(_leading(action_space, action))
+        output = inner.apply(params, model_state, x, action=features_, **told)
+        if not isinstance(output, tuple):
+            return output.reshape(_leading(action_space, action))
+        dist_inputs, values = output
+        dist_inputs = dist_inputs.reshape(*leading, *dist_inputs.shape[1:])
+        return dist_inputs, values.reshape(_leading(action_space, action))
 
     def gather(params, model_state, observation, mask):
         _, x, told = rows(observation)

@@ -45,7 +45,12 @@ def build(
 
 
 def build_pair(
-    policy: Any, value: Any, observation_space: gym.Space, n_shared_layers: int, **kwargs
+    policy: Any,
+    value: Any,
+    observation_space: gym.Space,
+    n_shared_layers: int,
+    action_space: gym.Space | None = None,
+    **kwargs,
 ) -> Model:
     """A joint model of a policy and a value network.
 
@@ -55,10 +60,12 @@ def build_pair(
         observation_space: of one environment.
         n_shared_layers: how many of the layers normaliser (if there is one), body and head the two share,
             from below; the shared ones are the policy's.
+        action_space: of one environment, if the value is one of actions.
         **kwargs: offered to the factories.
 
     Returns:
-        A :class:`Model` whose output is ``(dist_inputs, value)``.
+        A :class:`Model` whose output is ``(dist_inputs, value)``; values of actions are ``None`` where no
+        action is given.
 
     Raises:
         ValueError: if ``n_shared_layers`` is out of range, or positive for networks that are not
@@ -66,11 +73,14 @@ def build_pair(
     """
     if n_shared_layers:
         policy, value = (made(factory, **kwargs) for factory in (policy, value))
-        is_trax = trax_layers.is_layer(policy) and trax_layers.is_layer(value)
-        network = (trax_layers.shared if is_trax else _shared)(policy, value, n_shared_layers)
-        return adapt(network, observation_space, "shared")
+        takes_actions = action_space is not None
+        if trax_layers.is_layer(policy) and trax_layers.is_layer(value) and not takes_actions:
+            network: Any = trax_layers.shared(policy, value, n_shared_layers)
+        else:
+            network = _shared(policy, value, n_shared_layers, takes_actions)
+        return adapt(network, observation_space, "shared", action_space)
     one = build(policy, observation_space, "policy", **kwargs)
-    other = build(value, observation_space, "value", **kwargs)
+    other = build(value, observation_space, "value", action_space, **kwargs)
 
     def init(key, observation):
         keys = jax.random.split(key)
@@ -78,21 +88,24 @@ def build_pair(
         value_params, value_state = other.init(keys[1], observation)
         return {**params, **value_params}, {"policy": state, "value": value_state}
 
-    def both(call, params, model_state, *arguments):
-        return tuple(
-            getattr(model, call)(params, model_state[name], *arguments)
-            for name, model in (("policy", one), ("value", other))
-        )
+    def apply(params, model_state, observation, *action):
+        dist_inputs = one.apply(params, model_state["policy"], observation)
+        if action_space is not None and not action:
+            return dist_inputs, None
+        return dist_inputs, other.apply(params, model_state["value"], observation, *action)
 
     def gather(params, model_state, *arguments):
-        states = both("gather", params, model_state, *arguments)
-        return dict(zip(("policy", "value"), states, strict=True))
+        return {
+            name: model.gather(params, model_state[name], *arguments)
+            for name, model in (("policy", one), ("value", other))
+        }
 
-    is_sequence = one.is_sequence or other.is_sequence
-    return Model(init, functools.partial(both, "apply"), gather, is_sequence)
+    return Model(init, apply, gather, one.is_sequence or other.is_sequence)
 
 
-def _shared(policy: Any, value: Any, n_shared_layers: int) -> PolicyAndValue:
+def _shared(
+    policy: Any, value: Any, n_shared_layers: int, takes_actions: bool
+) -> PolicyAndValue:
     if not (isinstance(policy, Policy) and isinstance(value, Value)):
         raise ValueError(
             f"n_shared_layers={n_shared_layers} needs networks made by models.Policy and models.Value, or "
@@ -105,6 +118,7 @@ def _shared(policy: Any, value: Any, n_shared_layers: int) -> PolicyAndValue:
             f"n_shared_layers={n_shared_layers} must lie between 0 and {most}, the policy's layers under "
             "its head"
         )
+    inject = value.inject_actions_n_layers, value.inject_actions_dim
     return PolicyAndValue(
         policy.policy_distribution,
         policy.body,
@@ -113,6 +127,7 @@ def _shared(policy: Any, value: Any, n_shared_layers: int) -> PolicyAndValue:
         head_init_range=policy.head_init_range,
         value_body=value.body,
         value_head_init_range=value.head_init_range,
+        inject_actions=(*inject, value.multiplicative_action_injection) if takes_actions else None,
     )
 
 

@@ -463,6 +463,8 @@ class PolicyAndValue(nn.Module):
         head_init_range: bound of the policy head's initial weights; ``None`` for small ones.
         value_body: factory of the value network's own body, if it is another one.
         value_head_init_range: bound of the value head's initial weights; ``None`` for the usual ones.
+        inject_actions: how the value network takes actions, see :class:`Value`: ``(inject_actions_n_layers,
+            inject_actions_dim, multiplicative_action_injection)``; ``None`` if it takes none.
     """
 
     policy_distribution: Any
@@ -472,6 +474,7 @@ class PolicyAndValue(nn.Module):
     head_init_range: float | None = None
     value_body: Callable | None = None
     value_head_init_range: float | None = None
+    inject_actions: tuple[int, int, bool] | None = None
 
     def setup(self):
         """Makes the submodules."""
@@ -483,19 +486,25 @@ class PolicyAndValue(nn.Module):
         policy_body, value_body = (None, None) if self.joint else made
         n_inputs = self.policy_distribution.n_inputs
         self.policy = _head(policy_body, n_inputs, self.head_init_range, 0.01)
-        self.value = _head(value_body, 1, self.value_head_init_range, 1.0)
+        value: Any = _head(value_body, 1, self.value_head_init_range, 1.0)
+        if self.inject_actions is not None:
+            value = _ActionHead(value.body, 1, value.init, *self.inject_actions)
+        self.value = value
 
     @property
     def sequence(self) -> bool:
         """Whether a body is a sequence network."""
         return _makes_sequences(self.body, None if self.joint else self.value_body)
 
-    def __call__(self, x, mask=None, episode=None):
-        """``(dist_inputs [R, D], value [R])``."""
+    def __call__(self, x, mask=None, episode=None, action=None):
+        """``(dist_inputs [R, D], value [R])``; ``value [K, R]`` of ``action [K, R, A]``, else ``None``."""
         if isinstance(self.shared, _Normalized):
             x = self.shared(x, mask, episode)
         elif self.shared is not None:
             x = _through(self.shared, x, episode)
-        return self.policy(x, episode), self.value(x, episode)[..., 0]
+        if self.inject_actions is None:
+            return self.policy(x, episode), self.value(x, episode)[..., 0]
+        value = None if action is None else self.value(x, episode, action)[..., 0]
+        return self.policy(x, episode), value
 
 
