@@ -36,7 +36,8 @@ EXTRAS_REQUIRE = {
     "atari": ["ale-py>=0.11,<0.13", "opencv-python-headless>=4.9,<6"],
     "mujoco": ["gymnasium[mujoco]", "mujoco>=3.3,<5"],
     "jax-envs": ["gymnax>=0.0.9,<2", "brax>=0.14,<0.15"],
-    "trax": ["trax==1.4.1"],
+    # distrax does not import after TensorFlow, which Trax imports, unless tf-keras is there.
+    "trax": ["trax==1.4.1", "tf-keras>=2.20,<2.21"],
     "minari": ["minari[hdf5]>=0.5.3,<0.6"],
     "ray": ["ray>=2.50,<3"],
     "bench": ["stable-baselines3>=2.7,<3"],

@@ -1,6 +1,9 @@
 """Trax layers as models: stand-ins that behave as Trax's layers do, and Trax where it is installed."""
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +196,13 @@ def trax():
     import trax.models
 
     return trax
+
+
+@pytest.mark.trax
+@pytest.mark.slow
+def test_either_import_may_come_first():
+    for code in ("import tensorflow, rl_trainers", "import rl_trainers, tensorflow"):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.trax
