@@ -238,10 +238,9 @@ class OffPolicyTrainer(RLTrainer):
 
         def step(i, carry):
             state, totals = carry
-            key, key_sample, key_step = jax.random.split(state.key, 3)
-            data = ring.sample(key_sample, memory, self.batch_size, self.n_step, self._frames)
-            numbers = {**hparams, "update": i, "key": key_step}
-            state, metrics = self.learn_step(state._replace(key=key), data, numbers)
+            data = ring.sample(hparams["bits"][i], memory, self.n_step, self._frames)
+            numbers = {**hparams, "update": i, "key": hparams["keys"][i]}
+            state, metrics = self.learn_step(state, data, numbers)
             self._metric_names = list(metrics)
             values = jnp.stack([*metrics.values(), jnp.float32(1.0)])
             return state, totals + hparams["eval_weights"][i] * values
@@ -315,6 +314,17 @@ class OffPolicyTrainer(RLTrainer):
 
         return jax.tree.map(select, draws.action, chosen), key
 
+    def draw_batches(self, key: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Randomness for an epoch's optimizer steps, drawn at once because one at a time costs more.
+
+        Returns:
+            ``({'bits': u32 [n_steps, N], 'keys': u32 [n_steps, 2]}, key)``, to be put among the ``hparams``.
+        """
+        key, key_bits, key_steps = jax.random.split(key, 3)
+        n_steps = self.train_steps_per_epoch
+        bits = jax.random.bits(key_bits, (n_steps, self.batch_size), jnp.uint32)
+        return {"bits": bits, "keys": jax.random.split(key_steps, n_steps)}, key
+
     def draw(self, key: jax.Array, rates: jax.Array) -> tuple[Draws, jax.Array]:
         """Draws actions for vector steps with given shares of random ones, f32 ``[T]``; and a new key."""
         key, key_choice, key_action = jax.random.split(key, 3)
@@ -340,8 +350,10 @@ class OffPolicyTrainer(RLTrainer):
         self._learn_steps = compiled(self.learn_steps, static_argnums=0, donate_argnums=(1, 3))
         self._explore = compiled(self.explore)
         self._draw = compiled(self.draw)
+        self._draw_batches = compiled(self.draw_batches)
         super()._start(init, trainers)
-        arguments = self.state, self._ring, np.zeros(()), np.int32(0), self.hparams()
+        drawn, _ = jax.eval_shape(self.draw_batches, self.state.key)
+        arguments = self.state, self._ring, np.zeros(()), np.int32(0), {**self.hparams(), **drawn}
         jax.eval_shape(functools.partial(self.learn_steps, 1), *arguments)
 
     def hparams(self) -> dict[str, Any]:
@@ -357,7 +369,9 @@ class OffPolicyTrainer(RLTrainer):
         start = time.perf_counter()
         learner = _Learner(self)
         data: Rollout | None = None
-        if self.only_eval:
+        if self.offline:
+            episodes = rollout.Episodes(np.zeros(0), np.zeros(0, np.int64))
+        elif self.only_eval:
             episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
         elif self._n_rows:
             data, episodes = self.task.collect(learner.act, unroll_length=self._n_rows, env=learner)
@@ -421,7 +435,9 @@ class _Learner:
     def __init__(self, trainer: OffPolicyTrainer):
         task = trainer.task
         self._trainer, self._env, self._hook = trainer, task.env, task.timestep_to_np
-        self._hparams = jax.device_put(trainer.hparams())
+        drawn, key = trainer._draw_batches(trainer.state.key)
+        trainer.state = trainer.state._replace(key=key)
+        self._hparams = {**jax.device_put(trainer.hparams()), **drawn}
         self._totals = jnp.zeros(len(trainer._metric_names) + 1)
         self._rates = trainer.exploration_rates()
         self._first = -(-trainer.n_random_left() // task.env.num_envs)

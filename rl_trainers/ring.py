@@ -144,16 +144,13 @@ def add(
     )
 
 
-def sample(
-    key: jax.Array, ring: Ring, n: int, length: int, frames: Frames = _NO_STACKS
-) -> Rollout:
+def sample(bits: jax.Array, ring: Ring, length: int, frames: Frames = _NO_STACKS) -> Rollout:
     """Draws runs of neighbouring rows with replacement, all stored ones equally likely; traced.
 
     Args:
-        key: u32 ``[2]``; consumed.
+        bits: u32 ``[N]``, random; each draws a run.
         ring: must hold ``length`` rows or more.
-        n: ``N``, how many runs.
-        length: ``L``, rows of each.
+        length: ``L``, rows of each run.
         frames: as given to :func:`create`.
 
     Returns:
@@ -165,7 +162,7 @@ def sample(
     lost = jnp.where(ring.size == n_rows - 1, frames.depth - 1, 0)
     count = (jnp.maximum(ring.size - length - lost, 0) + 1).astype(jnp.uint32) * num_envs
     # The rest of 32 random bits favours no number by more than count / 2^32.
-    drawn = (jax.random.bits(key, (n,), jnp.uint32) % count).astype(jnp.int32)
+    drawn = (bits % count).astype(jnp.int32)
     age, column = lost + drawn // num_envs, drawn % num_envs
     rows = (ring.insert - ring.size + age + jnp.arange(length + 1)[:, None]) % n_rows
     observation = _observations(ring, rows, column, frames)

@@ -78,7 +78,7 @@ def test_rows_survive_a_copy_out_and_in():
 @pytest.mark.parametrize("capacity", [20, 5])
 def test_samples_are_what_happened(capacity):
     made = added(EPISODES, [14], capacity)
-    data = ring.sample(jax.random.PRNGKey(0), made, 200, 2)
+    data = ring.sample(jax.random.bits(jax.random.PRNGKey(0), (200,)), made, 2)
     number = np.asarray(data.steps.action)
     followers = np.array([0, 1, 2, 10, 11, 12, 13, 14], np.float32)
     np.testing.assert_array_equal(number[1], number[0] + 1)
@@ -94,7 +94,7 @@ def test_samples_are_what_happened(capacity):
 def test_every_row_is_drawn_equally_often_terminal_ones_too():
     steps = rows(np.arange(7)[:, None], np.ones(7), [0, 0, 0, 0, 0, 0, 1])
     made = added(steps, [7], 7)
-    data = ring.sample(jax.random.PRNGKey(1), made, 10_000, 1)
+    data = ring.sample(jax.random.bits(jax.random.PRNGKey(1), (10_000,)), made, 1)
     counts = np.bincount(np.asarray(data.steps.action).ravel(), minlength=7)
     assert np.abs(counts - 10_000 / 7).max() < 150
     assert bool(data.steps.terminated.any())
@@ -106,7 +106,7 @@ def test_all_columns_are_drawn():
     )
     steps = steps._replace(mask=np.ones((7, 2), np.float32))
     made = ring.create(steps, np.array([[14.0], [114.0]]), 7)
-    data = ring.sample(jax.random.PRNGKey(0), made, 4000, 1)
+    data = ring.sample(jax.random.bits(jax.random.PRNGKey(0), (4000,)), made, 1)
     number = np.asarray(data.steps.action)
     assert np.mean(number >= 100) == pytest.approx(0.5, abs=0.03)
     expected = np.array([0, 1, 2, 10, 11, 12, 13])[number % 100] + 100 * (number >= 100)
@@ -131,7 +131,7 @@ def test_frames_are_stored_once_and_stacked_as_the_environment_did(capacity):
     for t, facts in enumerate(ring.pack(steps)):
         made = add(made, steps.action[t], facts, stacks[t + 1][None])
     assert made.observation.shape == (capacity + 1, 1, 3)
-    data = ring.sample(jax.random.PRNGKey(0), made, 500, 1, frames)
+    data = ring.sample(jax.random.bits(jax.random.PRNGKey(0), (500,)), made, 1, frames)
     number = np.asarray(data.steps.action)[0]
     np.testing.assert_array_equal(data.steps.observation[0], np.stack(stacks)[number])
     np.testing.assert_array_equal(data.last_observation, np.stack(stacks)[number + 1])

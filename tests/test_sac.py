@@ -47,7 +47,7 @@ def equal(one, other):
 
 
 def data_of(trainer, n=16):
-    return ring.sample(jax.random.PRNGKey(5), trainer._ring, n, trainer.n_step)
+    return ring.sample(jax.random.bits(jax.random.PRNGKey(5), (n,)), trainer._ring, trainer.n_step)
 
 
 # Equations.

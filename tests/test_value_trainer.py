@@ -138,7 +138,7 @@ def test_rows_without_a_decision_train_nothing():
 
 def facts_of(trainer):
     trainer.run(2)
-    return ring.sample(jax.random.PRNGKey(0), trainer._ring, 16, trainer.n_step)
+    return ring.sample(jax.random.bits(jax.random.PRNGKey(0), (16,)), trainer._ring, trainer.n_step)
 
 
 # Learning.
@@ -311,6 +311,15 @@ def test_only_eval_trains_on_what_is_stored():
     trainer = DQN(task, value_body=BODY, only_eval=True, value_train_steps_per_epoch=7)
     trainer.run(2)
     assert trainer._n_updates == 14 and task.n_interactions() == 0
+
+
+@pytest.mark.parametrize("cls", [DQN])
+def test_offline_takes_no_step(cls):
+    task = RLTask("CartPole-v1", initial_trajectories=5)
+    trainer = cls(task, value_body=BODY, offline=True, value_train_steps_per_epoch=7)
+    trainer.run(2)
+    assert trainer._n_updates == 14 and task.n_interactions() == 0
+    assert np.isnan(trainer.avg_returns).all()
 
 
 def test_nothing_compiles_after_learning_has_begun():
