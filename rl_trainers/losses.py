@@ -133,9 +133,7 @@ def value_spread(q: jax.Array, weights: jax.Array, mask: jax.Array, how: str | N
     """How far values of actions lie apart, over all states and actions, f32 ``[]``; at least 1e-6.
 
     ``'std'``: standard deviation; ``'abs'``: mean absolute deviation; ``None``: 1. Aggregating ``q / spread``
-    and multiplying the result by ``spread`` adapts the temperature to the scale of the returns. The spread
-    within states would not do: it falls with every error that is learned away, so that ever smaller
-    differences count as much.
+    and multiplying the result by ``spread`` adapts the temperature to the scale of the returns, as in Trax.
 
     Args:
         q: f32 ``[K, N, L]``.

@@ -31,6 +31,7 @@ from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
 
 _RECENT_EPISODES = 100
+_ASIDE = 2**30
 
 
 class RLTrainer:
@@ -255,7 +256,7 @@ class RLTrainer:
 
     def _stream(self, trainer: Trainer) -> Iterator[Batch]:
         """The batches that ``trainer`` trains on, one by one, without end."""
-        stream_key = jax.random.fold_in(self.state.key, 1)
+        stream_key = jax.random.fold_in(self.state.key, _ASIDE)
         while True:
             rows, valid = self._make_rows(self.state, self._stored(), self.hparams())
             key, stream_key = jax.random.split(stream_key)
@@ -340,7 +341,8 @@ class RLTrainer:
         self._learn = compiled(self.learn, donate_argnums=0)
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
-        self._policy_key = jax.random.fold_in(key_train, 1)
+        # fold_in of a small number would give a key that splitting gives too.
+        self._policy_key = jax.random.fold_in(key_train, _ASIDE)
         if self.output_dir is not None:
             self._resume(self.output_dir)
 
@@ -559,7 +561,7 @@ class RLTrainer:
             n_episodes,
             max_steps=max_steps,
             seed=self.seed + self._epoch,
-            key=jax.random.fold_in(jax.random.PRNGKey(self.seed), self._epoch),
+            key=jax.random.fold_in(jax.random.PRNGKey(self.seed), _ASIDE + self._epoch),
             policy_state=self._no_window(self.task.eval_env.num_envs),
         )
 

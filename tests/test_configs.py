@@ -30,7 +30,12 @@ def tiny(name):
         counts = {"n_trajectories_per_epoch": 4, "n_train_steps_per_epoch": 2}
         return [f"{name}.{count} = {value}" for count, value in counts.items()]
     bindings = [f"{name}.n_interactions_per_epoch = 64"]
-    parts = [""] if name.endswith("Joint") else ["policy_", "value_"]
+    off_policy = name in ("SAC", "DDPG", "TD3", "DQN")
+    if off_policy:
+        bindings += [f"{name}.initial_collect_steps = 16", f"{name}.replay_capacity = 1000"]
+    parts = ["value_"] if name == "DQN" else [""]
+    if not off_policy and not name.endswith("Joint"):
+        parts = ["policy_", "value_"]
     bindings += [f"{name}.{part}train_steps_per_epoch = 2" for part in parts]
     return bindings + ["RLTask.initial_trajectories = 2"] * ("AWR" in name)
 
@@ -53,6 +58,6 @@ def test_configuration_trains(config, tmp_path):
     bindings = tiny(trainer_name())
     cli.parse([str(config)], ["train.n_epochs = 1", "train.progress = False", *bindings])
     trainer = cli.train(str(tmp_path))
-    assert trainer.current_epoch == 1 and trainer.task.n_interactions() > 0
+    assert trainer.current_epoch == 1 and trainer.task.n_interactions() > 0 and trainer.state.step > 0
     assert np.isfinite(trainer.hparams()[trainer._trainers[0].name]["learning_rate"]).all()
     trainer.close()
