@@ -35,7 +35,7 @@ def tiny(name):
         bindings += [f"{name}.initial_collect_steps = 16", f"{name}.replay_capacity = 1000"]
     parts = ["value_"] if name == "DQN" else [""]
     if not off_policy and not name.endswith("Joint"):
-        parts = ["policy_", "value_"]
+        parts = ["policy_", "value_"][: 1 if name == "RWR" else 2]
     bindings += [f"{name}.{part}train_steps_per_epoch = 2" for part in parts]
     return bindings + ["RLTask.initial_trajectories = 2"] * ("AWR" in name)
 
