@@ -403,6 +403,12 @@ def test_timestep_to_np_changes_what_is_stored_and_seen():
     np.testing.assert_array_equal(taken[..., 0], 1.5 * stored[..., 0] * taken[..., 3])
 
 
+def test_a_replay_that_is_too_small_for_a_stack_is_refused():
+    task = RLTask("CartPole-v1", num_stacked_frames=4)
+    with pytest.raises(ValueError, match="replay_capacity=5 .* nearest valid value: 6"):
+        DQN(task, value_body=BODY, n_step=3, replay_capacity=5)
+
+
 def test_normaliser_statistics_are_gathered():
     model = functools.partial(models.Quality, body=BODY, normalizer=models.Normalize)
     trainer = small("CartPole-v1", value_body=None, value_model=model)
@@ -414,9 +420,17 @@ def test_normaliser_statistics_are_gathered():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"value_batch_size": 0}, ValueError, "batch_size=0"),
-        ({"sync_freq": 0}, ValueError, "target_sync=0"),
+        ({"value_batch_size": 0}, ValueError, "value_batch_size=0 must be a whole number of at least 1"),
+        ({"sync_freq": 0}, ValueError, "sync_freq=0"),
         ({"n_step": 0}, ValueError, "n_step=0"),
+        ({"n_step": 2.4}, ValueError, "of at least 1; nearest valid value: 2"),
+        ({"max_slice_length": 0}, ValueError, "max_slice_length=0"),
+        ({"value_train_steps_per_epoch": 0}, ValueError, "value_train_steps_per_epoch=0"),
+        ({"n_replay_epochs": 0}, ValueError, "n_replay_epochs=0"),
+        ({"initial_collect_steps": -1}, ValueError, "initial_collect_steps=-1"),
+        ({"exploration_rate": 1.5}, ValueError, "exploration_rate=1.5 begins with 1.5"),
+        ({"exploration_rate": -0.5}, ValueError, "nearest valid value: 0.0"),
+        ({"replay_capacity": 5, "n_step": 3, "num_envs": 2}, ValueError, "replay_capacity=5 must be a whole"),
         ({"exploration_interval": "steps"}, ValueError, "exploration_interval='steps'"),
         ({"value_bodi": None}, TypeError, "nearest: 'value_body'"),
         ({"env": "Pendulum-v1"}, TypeError, "Discrete"),
