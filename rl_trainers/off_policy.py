@@ -377,6 +377,8 @@ class OffPolicyTrainer(RLTrainer):
 
     def _collect_and_train(self) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
         start = time.perf_counter()
+        if not self._epoch and self.task.replay.size and jax.tree.leaves(self.state.model_state):
+            self.state = self.state._replace(model_state=self._gather(self.state, self._stored()))
         learner = _Learner(self)
         data: Rollout | None = None
         if self.offline:

@@ -417,6 +417,16 @@ def test_normaliser_statistics_are_gathered():
     assert float(count) == trainer.task.n_interactions() == 96 - np.sum(trainer._ring.facts[:96, :, 3] == 0)
 
 
+@pytest.mark.parametrize("arguments", [{"offline": True}, {"only_eval": True}, {}])
+def test_normaliser_statistics_take_in_initial_trajectories(arguments):
+    model = functools.partial(models.Quality, body=BODY, normalizer=models.Normalize)
+    task = RLTask("CartPole-v1", initial_trajectories=5)
+    trainer = DQN(task, value_model=model, n_interactions_per_epoch=10, **arguments)
+    trainer.run(2)
+    count = trainer.state.model_state["model_state"]["normalize"]["count"]
+    assert float(count) == task.n_initial_interactions + task.n_interactions()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
