@@ -492,7 +492,7 @@ class _Learner:
         if self._outcome is not None:
             # The action that comes with it is not taken: the next epoch chooses anew.
             self._next(self._outcome[0], trainer.task.actor.key)
-        if self._outcome is None or not trainer._n_rows:
+        if self._outcome is None or not (trainer._n_rows or trainer.n_random_left()):
             n_updates, update = trainer.train_steps_per_epoch, np.int32(0)
             trainer.state, self._totals = trainer._learn_steps(
                 n_updates, trainer.state, trainer._ring, self._totals, update, self._hparams

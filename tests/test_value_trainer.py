@@ -306,6 +306,20 @@ def test_trajectories_per_epoch():
     assert float(trainer._ring.facts[..., 3].sum()) == trainer.task.n_interactions()
 
 
+def test_epochs_of_trajectories_learn_after_the_initial_steps():
+    trainer = small(
+        probe.ConstantReward,
+        n_interactions_per_epoch=None,
+        n_trajectories_per_epoch=10,
+        value_train_steps_per_epoch=7,
+        initial_collect_steps=15,
+    )
+    trainer.run(1)
+    assert trainer.n_random_left() == 5 and trainer._n_updates == 0
+    trainer.run(1)
+    assert trainer.n_random_left() == 0 and trainer._n_updates == 7
+
+
 def test_only_eval_trains_on_what_is_stored():
     task = RLTask("CartPole-v1", initial_trajectories=5)
     trainer = DQN(task, value_body=BODY, only_eval=True, value_train_steps_per_epoch=7)
