@@ -352,6 +352,13 @@ class DDPG(QActorCriticTrainer):
     def _targets(self, params):
         return jax.tree.map(jnp.copy, {name: params[name] for name in ("policy", "value")})
 
+    def draw(self, key, rates):
+        """As in the base class, but random actions are uniform: the noise to explore by stays near 0."""
+        draws, key = super().draw(key, rates)
+        key, key_action = jax.random.split(key)
+        action = jax.random.uniform(key_action, draws.action.shape, minval=-1.0, maxval=1.0)
+        return draws._replace(action=action), key
+
     def decide(self, dist_inputs, key, for_target):
         """The policy's one action, with clipped noise in targets (TD3, eq. 14)."""
         action = self.task.distribution.mode(dist_inputs)

@@ -263,6 +263,15 @@ def test_initial_trajectories_are_put_into_the_squashed_form():
 # Learning.
 
 
+@pytest.mark.parametrize("cls", [DDPG, TD3])
+def test_random_actions_of_deterministic_policies_are_uniform(cls):
+    trainer = small(cls, continuous(probe.ActionReward))
+    draws, _ = trainer._draw(jax.random.PRNGKey(0), np.ones(4000, np.float32))
+    action = np.asarray(draws.action)
+    assert action.std() == pytest.approx(1 / math.sqrt(3), rel=0.03) and abs(action).max() <= 1.0
+    assert np.mean(action > 0.5) == pytest.approx(0.25, abs=0.03)
+
+
 @pytest.mark.parametrize("cls", [SAC, DDPG, TD3])
 def test_the_best_action_of_a_box_is_found(cls):
     kwargs = {"entropy_coeff": 0.01} if cls is SAC else {"exploration_std": 0.3}
