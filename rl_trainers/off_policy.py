@@ -153,6 +153,7 @@ class OffPolicyTrainer(RLTrainer):
         self._estimator = models.call(advantage_estimator, gamma=task.gamma, margin=n_step)
         self._metric_names: list[str] = []
         self._ring = self._initial_ring(max(replay_capacity // num_envs, least))
+        self._known = task.actor.observation
         self._n_updates = 0
 
     def _initial_ring(self, capacity: int) -> ring.Ring:
@@ -379,6 +380,7 @@ class OffPolicyTrainer(RLTrainer):
         start = time.perf_counter()
         if not self._epoch and self.task.replay.size and jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, self._stored()))
+        self._take_up()
         learner = _Learner(self)
         data: Rollout | None = None
         if self.offline:
@@ -391,6 +393,7 @@ class OffPolicyTrainer(RLTrainer):
             n = self.n_trajectories_per_epoch
             data, episodes = self.task.collect(learner.act, n_trajectories=n, env=learner)
         metrics = learner.finish()
+        self._known = self.task.actor.observation
         seconds = time.perf_counter() - start
         seen = None if data is None else self._see_rollout(data)
         return episodes, seen, {"collect_s": seconds, "train_s": seconds, **metrics}
@@ -433,8 +436,15 @@ class OffPolicyTrainer(RLTrainer):
         like, structure = jax.tree.flatten(self._ring[:4])
         leaves = [np.asarray(tree["replay"][f"ring_{i}"]) for i in range(len(like))]
         made = ring.from_rows(jax.tree.unflatten(structure, leaves), self._ring.capacity)
-        observation = self._see(self.task.actor.observation)
-        self._ring = ring.restart(made, observation, self._frames)
+        self._ring, self._known = made, None
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Makes the replay go on from where the task stands, if something else stepped the environments."""
+        observation = self.task.actor.observation
+        if observation is not self._known:
+            self._ring = ring.restart(self._ring, self._see(observation), self._frames)
+            self._known = observation
 
 
 def check_counts(least: int, **arguments: Any) -> None:

@@ -404,6 +404,17 @@ def test_an_exception_of_the_environment_loses_nothing():
     assert trainer.policy(np.zeros(1, np.float32), 0.0)[0] in (0, 1)
 
 
+def test_steps_that_others_take_in_between_make_no_transition():
+    trainer = small(functools.partial(probe.Counting, 5))
+    trainer.run(2)
+    trainer.task.collect_trajectories(lambda _: (np.int32(1), np.zeros(2, np.float32)), n_interactions=3)
+    trainer.run(1)
+    observation, _, facts, _ = ring.to_rows(trainer._ring)
+    mask = facts[:-1, :, 3] > 0
+    np.testing.assert_array_equal(np.diff(observation[..., 2], axis=0)[mask], 1.0)
+    assert mask.sum() > 60
+
+
 def test_timestep_to_np_changes_what_is_stored_and_seen():
     def doubled(steps):
         return steps._replace(observation=2 * steps.observation, reward=3 * steps.reward)
