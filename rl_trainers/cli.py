@@ -44,9 +44,11 @@ _IMPLIED = {
     rl_trainers.ActorCriticJointTrainer: (models.PolicyAndValue,),
     rl_trainers.PolicyTrainer: (models.Policy,),
     rl_trainers.ActorCriticTrainer: (models.Value,),
+    rl_trainers.ValueTrainer: (models.Quality,),
     models.Value: (models.MLP, models.AtariCnn),
     models.PolicyAndValue: (models.MLP, models.AtariCnn),
     models.Policy: (models.MLP, models.AtariCnn),
+    models.Quality: (models.MLP, models.AtariCnn),
     rl_trainers.RLTask: (
         distributions.create_distribution,
         distributions.Gaussian,

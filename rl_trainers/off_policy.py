@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -120,13 +121,25 @@ class OffPolicyTrainer(RLTrainer):
             n_interactions_per_epoch=n_interactions_per_epoch,
             **kwargs,
         )
-        for name, value in {"batch_size": batch_size, "target_sync": target_sync, "n_step": n_step}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; nearest valid value: 1")
+        check_counts(1, batch_size=batch_size, train_steps_per_epoch=train_steps_per_epoch)
+        check_counts(1, target_sync=target_sync, n_step=n_step, n_replay_epochs=n_replay_epochs)
+        check_counts(0, initial_collect_steps=initial_collect_steps)
         if not 0 < target_tau <= 1:
             raise ValueError(f"target_tau={target_tau} must lie in (0, 1]; nearest valid value: 1")
         if exploration_interval not in ("epoch", "step"):
             raise ValueError(f"exploration_interval={exploration_interval!r} must be 'epoch' or 'step'")
+        self._exploration = optimizers.resolve_schedule(exploration_rate)
+        first_rate = float(optimizers.learning_rates(self._exploration, 0, 1)[0])
+        if not 0 <= first_rate <= 1:
+            raise ValueError(
+                f"exploration_rate={exploration_rate} begins with {first_rate} and must lie in [0, 1]; "
+                f"nearest valid value: {float(first_rate > 1)}"
+            )
+        # What timestep_to_np makes of observations is stored as it is.
+        self._frames = task.replay.frames if task.timestep_to_np is None else replay.Frames()
+        # As many rows as a run and the stack of its first observation need.
+        least = n_step + self._frames.depth - 1
+        check_counts(least * num_envs, replay_capacity=replay_capacity)
         self._n_rows = (self.n_interactions_per_epoch or 0) // num_envs
         if n_replay_epochs is not None and self._n_rows:
             replay_capacity = n_replay_epochs * self._n_rows * num_envs
@@ -136,13 +149,11 @@ class OffPolicyTrainer(RLTrainer):
         self.target_sync = target_sync
         self.target_tau = target_tau
         self.initial_collect_steps = max(initial_collect_steps, n_step * num_envs)
-        self._exploration = optimizers.resolve_schedule(exploration_rate)
         self._explores_by_epoch = exploration_interval == "epoch"
         self._estimator = models.call(advantage_estimator, gamma=task.gamma, margin=n_step)
-        # What timestep_to_np makes of observations is stored as it is.
-        self._frames = task.replay.frames if task.timestep_to_np is None else replay.Frames()
         self._metric_names: list[str] = []
-        self._ring = self._initial_ring(max(replay_capacity // num_envs, 2 * n_step))
+        self._ring = self._initial_ring(max(replay_capacity // num_envs, least))
+        self._known = task.actor.observation
         self._n_updates = 0
 
     def _initial_ring(self, capacity: int) -> ring.Ring:
@@ -367,6 +378,9 @@ class OffPolicyTrainer(RLTrainer):
 
     def _collect_and_train(self) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
         start = time.perf_counter()
+        if not self._epoch and self.task.replay.size and jax.tree.leaves(self.state.model_state):
+            self.state = self.state._replace(model_state=self._gather(self.state, self._stored()))
+        self._take_up()
         learner = _Learner(self)
         data: Rollout | None = None
         if self.offline:
@@ -379,6 +393,7 @@ class OffPolicyTrainer(RLTrainer):
             n = self.n_trajectories_per_epoch
             data, episodes = self.task.collect(learner.act, n_trajectories=n, env=learner)
         metrics = learner.finish()
+        self._known = self.task.actor.observation
         seconds = time.perf_counter() - start
         seen = None if data is None else self._see_rollout(data)
         return episodes, seen, {"collect_s": seconds, "train_s": seconds, **metrics}
@@ -421,8 +436,29 @@ class OffPolicyTrainer(RLTrainer):
         like, structure = jax.tree.flatten(self._ring[:4])
         leaves = [np.asarray(tree["replay"][f"ring_{i}"]) for i in range(len(like))]
         made = ring.from_rows(jax.tree.unflatten(structure, leaves), self._ring.capacity)
-        observation = self._see(self.task.actor.observation)
-        self._ring = ring.restart(made, observation, self._frames)
+        self._ring, self._known = made, None
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Makes the replay go on from where the task stands, if something else stepped the environments."""
+        observation = self.task.actor.observation
+        if observation is not self._known:
+            self._ring = ring.restart(self._ring, self._see(observation), self._frames)
+            self._known = observation
+
+
+def check_counts(least: int, **arguments: Any) -> None:
+    """Refuses arguments that are neither ``None`` nor whole numbers of at least ``least``.
+
+    Raises:
+        ValueError: names the argument, its value and the nearest valid one.
+    """
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, Integral) or value < least):
+            near = max(least, round(float(value))) if isinstance(value, Real) else least
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least {least}; nearest valid value: {near}"
+            )
 
 
 class _Learner:
@@ -466,7 +502,7 @@ class _Learner:
         if self._outcome is not None:
             # The action that comes with it is not taken: the next epoch chooses anew.
             self._next(self._outcome[0], trainer.task.actor.key)
-        if self._outcome is None or not trainer._n_rows:
+        if self._outcome is None or not (trainer._n_rows or trainer.n_random_left()):
             n_updates, update = trainer.train_steps_per_epoch, np.int32(0)
             trainer.state, self._totals = trainer._learn_steps(
                 n_updates, trainer.state, trainer._ring, self._totals, update, self._hparams

@@ -103,15 +103,20 @@ def to_rows(ring: Ring) -> tuple:
 
 
 def from_rows(rows: tuple, capacity: int) -> Ring:
-    """The inverse of :func:`to_rows`, with room for ``capacity`` rows, at least as many."""
-    size = len(rows[3]) - 1
+    """The inverse of :func:`to_rows`, with room for the newest ``capacity`` rows and the open one."""
+    rows = jax.tree.map(lambda x: x[-capacity - 1 :], rows)
+    *others, position = rows
+    size = len(position) - 1
+    if size < capacity:
+        # What came before the oldest row is not there to be stacked.
+        position = np.minimum(position, np.arange(size + 1, dtype=np.int32)[:, None])
 
     def allocated(x):
         larger = np.zeros((capacity + 1, *x.shape[1:]), x.dtype)
         larger[: len(x)] = x
         return jnp.array(larger)
 
-    observation, action, facts, position = jax.tree.map(allocated, rows)
+    observation, action, facts, position = jax.tree.map(allocated, (*others, position))
     return Ring(observation, action, facts, position, jnp.int32(size), jnp.int32(size))
 
 

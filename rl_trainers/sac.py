@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from rl_trainers import losses, models
 from rl_trainers.distributions import Deterministic, Distribution, create_distribution
-from rl_trainers.off_policy import OffPolicyTrainer
+from rl_trainers.off_policy import OffPolicyTrainer, check_counts
 from rl_trainers.supervised import Loss, Trainer
 from rl_trainers.task import RLTask
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
@@ -71,7 +72,9 @@ class QActorCriticTrainer(OffPolicyTrainer):
 
         Raises:
             TypeError: if the action space is not one that the trainer can do.
+            ValueError: if arguments contradict one another or are out of range.
         """
+        check_counts(1, n_critics=n_critics, policy_delay=policy_delay)
         if distribution is not None:
             task.set_distribution(distribution)
         super().__init__(task, batch_size, train_steps_per_epoch, target_tau=target_tau, **kwargs)
@@ -263,7 +266,10 @@ class SAC(QActorCriticTrainer):
 
         Raises:
             TypeError: if actions are neither ``Discrete`` nor of a bounded ``Box``.
+            ValueError: if a number is out of range.
         """
+        _check_numbers(-math.inf, target_entropy=target_entropy)
+        _check_numbers(0.0, entropy_coeff=entropy_coeff)
         space = task.action_space
         if isinstance(space, gym.spaces.Discrete):
             distribution, default = None, 0.5 * math.log(space.n)
@@ -331,7 +337,9 @@ class DDPG(QActorCriticTrainer):
 
         Raises:
             TypeError: if actions are not of a bounded ``Box``.
+            ValueError: if a number is out of range.
         """
+        _check_numbers(0.0, exploration_std=exploration_std, target_std=target_std, target_limit=target_limit)
         self._target_noise = target_std, target_limit
         space = _bounded(self, task.action_space)
         distribution = Deterministic(
@@ -343,6 +351,13 @@ class DDPG(QActorCriticTrainer):
 
     def _targets(self, params):
         return jax.tree.map(jnp.copy, {name: params[name] for name in ("policy", "value")})
+
+    def draw(self, key, rates):
+        """As in the base class, but random actions are uniform: the noise to explore by stays near 0."""
+        draws, key = super().draw(key, rates)
+        key, key_action = jax.random.split(key)
+        action = jax.random.uniform(key_action, draws.action.shape, minval=-1.0, maxval=1.0)
+        return draws._replace(action=action), key
 
     def decide(self, dist_inputs, key, for_target):
         """The policy's one action, with clipped noise in targets (TD3, eq. 14)."""
@@ -379,6 +394,14 @@ class TD3(DDPG):
         super().__init__(
             task, n_critics=n_critics, policy_delay=policy_delay, target_std=target_std, **kwargs
         )
+
+
+def _check_numbers(least: float, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and not (isinstance(value, Real) and least <= float(value) < math.inf):
+            wanted = "a finite number" if least < 0 else f"a finite number of at least {least}"
+            near = None if not isinstance(value, Real) else max(least, 0.0)
+            raise ValueError(f"{name}={value!r} must be {wanted}; nearest valid value: {near}")
 
 
 def _bounded(trainer: Any, space: gym.Space) -> gym.spaces.Box:

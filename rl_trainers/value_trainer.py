@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rl_trainers import advantages, losses, models, optimizers
-from rl_trainers.off_policy import OffPolicyTrainer
+from rl_trainers.off_policy import OffPolicyTrainer, check_counts
 from rl_trainers.supervised import Trainer
 from rl_trainers.task import RLTask
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
@@ -85,7 +85,11 @@ class ValueTrainer(OffPolicyTrainer):
 
         Raises:
             TypeError: if actions are not ``Discrete``.
+            ValueError: if arguments contradict one another or are out of range.
         """
+        check_counts(1, value_batch_size=value_batch_size, sync_freq=sync_freq)
+        check_counts(1, value_train_steps_per_epoch=value_train_steps_per_epoch)
+        check_counts(1, max_slice_length=max_slice_length)
         space = task.action_space
         if not isinstance(space, gym.spaces.Discrete):
             raise TypeError(f"{type(self).__name__} needs a Discrete action space, and this one is {space}")

@@ -171,6 +171,12 @@ def test_defaults_count_as_used():
     assert gin.query_parameter("MLP.layer_widths") == (8,)
 
 
+@pytest.mark.parametrize("binding", ["MLP.layer_widths = (8,)", "Quality.normalizer = @Normalize"])
+def test_the_default_network_of_dqn_counts_as_used(binding):
+    cli.parse([], ["train.trainer = @DQN", "RLTask.env = 'CartPole-v1'", binding])
+    assert binding.partition(" ")[0] in gin.config_str()
+
+
 def test_output_dir_cannot_be_bound(config, tmp_path, capsys):
     arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
     assert cli.main([*arguments, "--config", "PPOJoint.output_dir = 'x'"]) == 2

@@ -500,3 +500,11 @@ def test_actions_go_in_after_the_body_of_a_sequence_network():
     with pytest.raises(ValueError, match="concatenate_actions=True"):
         network = models.Value(DECODER, concatenate_actions=True)
         models.build(network, space, "value", actions).init(jax.random.PRNGKey(0), np.zeros((1, 3)))
+
+
+@pytest.mark.parametrize("n_outputs", [2, 4])
+def test_a_network_with_another_number_of_values_is_refused(n_outputs):
+    box = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    with pytest.raises(ValueError, match=rf"value_model: .* \(1, {n_outputs}\); nearest .*: \(1, 3\)"):
+        models.build(nn.Dense(n_outputs), box, "value", n_actions=3, mode="train")
+    models.build(nn.Dense(3), box, "value", n_actions=3, mode="train")

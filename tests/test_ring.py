@@ -75,6 +75,25 @@ def test_rows_survive_a_copy_out_and_in():
     assert_same(ring.from_rows(ring.to_rows(made), 4), made)
 
 
+def test_copies_into_a_smaller_capacity_hold_the_newest_rows():
+    made = ring.to_rows(added(EPISODES, [14], 6))
+    smaller = ring.from_rows(made, 3)
+    assert int(smaller.size) == smaller.capacity == 3
+    for x, y in zip(made, ring.to_rows(smaller), strict=True):
+        np.testing.assert_array_equal(x[-4:], y)
+
+
+def test_stacks_do_not_reach_before_the_oldest_row_of_a_copy():
+    frames = Frames(3, 0)
+    stacks = np.array([[max(0, t - 2), max(0, t - 1), t] for t in range(8)], np.float32)
+    steps = rows(stacks[:7], np.ones(7))
+    made = added(steps, stacks[7], 4, frames)
+    larger = ring.from_rows(ring.to_rows(made), 9)
+    data = ring.sample(jnp.arange(4, dtype=jnp.uint32), larger, 1, frames)
+    expected = [[3, 3, 3], [3, 3, 4], [3, 4, 5], [4, 5, 6]]
+    np.testing.assert_array_equal(data.steps.observation[0], expected)
+
+
 @pytest.mark.parametrize("capacity", [20, 5])
 def test_samples_are_what_happened(capacity):
     made = added(EPISODES, [14], capacity)

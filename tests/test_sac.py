@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import gymnasium
 import jax
@@ -262,6 +263,15 @@ def test_initial_trajectories_are_put_into_the_squashed_form():
 # Learning.
 
 
+@pytest.mark.parametrize("cls", [DDPG, TD3])
+def test_random_actions_of_deterministic_policies_are_uniform(cls):
+    trainer = small(cls, continuous(probe.ActionReward))
+    draws, _ = trainer._draw(jax.random.PRNGKey(0), np.ones(4000, np.float32))
+    action = np.asarray(draws.action)
+    assert action.std() == pytest.approx(1 / math.sqrt(3), rel=0.03) and abs(action).max() <= 1.0
+    assert np.mean(action > 0.5) == pytest.approx(0.25, abs=0.03)
+
+
 @pytest.mark.parametrize("cls", [SAC, DDPG, TD3])
 def test_the_best_action_of_a_box_is_found(cls):
     kwargs = {"entropy_coeff": 0.01} if cls is SAC else {"exploration_std": 0.3}
@@ -346,3 +356,21 @@ def test_action_spaces_that_it_cannot_do_are_refused(cls, space):
 
     with pytest.raises(TypeError, match=f"{cls.__name__} needs actions of a bounded Box"):
         small(cls, Env)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "message"),
+    [
+        (SAC, {"n_critics": 0}, "n_critics=0 must be a whole number of at least 1; nearest valid value: 1"),
+        (TD3, {"policy_delay": 0}, "policy_delay=0"),
+        (SAC, {"target_entropy": "auto"}, "target_entropy='auto' must be a finite number; nearest"),
+        (SAC, {"entropy_coeff": "auto"}, "entropy_coeff='auto'"),
+        (SAC, {"entropy_coeff": -0.1}, "entropy_coeff=-0.1 must be a finite number of at least 0.0"),
+        (TD3, {"target_std": -0.1}, "target_std=-0.1"),
+        (TD3, {"target_limit": -0.1}, "target_limit=-0.1"),
+        (DDPG, {"exploration_std": -0.1}, "exploration_std=-0.1"),
+    ],
+)
+def test_wrong_arguments_are_refused(cls, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        small(cls, continuous(probe.ActionReward), **arguments)

@@ -306,6 +306,20 @@ def test_trajectories_per_epoch():
     assert float(trainer._ring.facts[..., 3].sum()) == trainer.task.n_interactions()
 
 
+def test_epochs_of_trajectories_learn_after_the_initial_steps():
+    trainer = small(
+        probe.ConstantReward,
+        n_interactions_per_epoch=None,
+        n_trajectories_per_epoch=10,
+        value_train_steps_per_epoch=7,
+        initial_collect_steps=15,
+    )
+    trainer.run(1)
+    assert trainer.n_random_left() == 5 and trainer._n_updates == 0
+    trainer.run(1)
+    assert trainer.n_random_left() == 0 and trainer._n_updates == 7
+
+
 def test_only_eval_trains_on_what_is_stored():
     task = RLTask("CartPole-v1", initial_trajectories=5)
     trainer = DQN(task, value_body=BODY, only_eval=True, value_train_steps_per_epoch=7)
@@ -390,6 +404,17 @@ def test_an_exception_of_the_environment_loses_nothing():
     assert trainer.policy(np.zeros(1, np.float32), 0.0)[0] in (0, 1)
 
 
+def test_steps_that_others_take_in_between_make_no_transition():
+    trainer = small(functools.partial(probe.Counting, 5))
+    trainer.run(2)
+    trainer.task.collect_trajectories(lambda _: (np.int32(1), np.zeros(2, np.float32)), n_interactions=3)
+    trainer.run(1)
+    observation, _, facts, _ = ring.to_rows(trainer._ring)
+    mask = facts[:-1, :, 3] > 0
+    np.testing.assert_array_equal(np.diff(observation[..., 2], axis=0)[mask], 1.0)
+    assert mask.sum() > 60
+
+
 def test_timestep_to_np_changes_what_is_stored_and_seen():
     def doubled(steps):
         return steps._replace(observation=2 * steps.observation, reward=3 * steps.reward)
@@ -403,6 +428,12 @@ def test_timestep_to_np_changes_what_is_stored_and_seen():
     np.testing.assert_array_equal(taken[..., 0], 1.5 * stored[..., 0] * taken[..., 3])
 
 
+def test_a_replay_that_is_too_small_for_a_stack_is_refused():
+    task = RLTask("CartPole-v1", num_stacked_frames=4)
+    with pytest.raises(ValueError, match="replay_capacity=5 .* nearest valid value: 6"):
+        DQN(task, value_body=BODY, n_step=3, replay_capacity=5)
+
+
 def test_normaliser_statistics_are_gathered():
     model = functools.partial(models.Quality, body=BODY, normalizer=models.Normalize)
     trainer = small("CartPole-v1", value_body=None, value_model=model)
@@ -411,12 +442,30 @@ def test_normaliser_statistics_are_gathered():
     assert float(count) == trainer.task.n_interactions() == 96 - np.sum(trainer._ring.facts[:96, :, 3] == 0)
 
 
+@pytest.mark.parametrize("arguments", [{"offline": True}, {"only_eval": True}, {}])
+def test_normaliser_statistics_take_in_initial_trajectories(arguments):
+    model = functools.partial(models.Quality, body=BODY, normalizer=models.Normalize)
+    task = RLTask("CartPole-v1", initial_trajectories=5)
+    trainer = DQN(task, value_model=model, n_interactions_per_epoch=10, **arguments)
+    trainer.run(2)
+    count = trainer.state.model_state["model_state"]["normalize"]["count"]
+    assert float(count) == task.n_initial_interactions + task.n_interactions()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"value_batch_size": 0}, ValueError, "batch_size=0"),
-        ({"sync_freq": 0}, ValueError, "target_sync=0"),
+        ({"value_batch_size": 0}, ValueError, "value_batch_size=0 must be a whole number of at least 1"),
+        ({"sync_freq": 0}, ValueError, "sync_freq=0"),
         ({"n_step": 0}, ValueError, "n_step=0"),
+        ({"n_step": 2.4}, ValueError, "of at least 1; nearest valid value: 2"),
+        ({"max_slice_length": 0}, ValueError, "max_slice_length=0"),
+        ({"value_train_steps_per_epoch": 0}, ValueError, "value_train_steps_per_epoch=0"),
+        ({"n_replay_epochs": 0}, ValueError, "n_replay_epochs=0"),
+        ({"initial_collect_steps": -1}, ValueError, "initial_collect_steps=-1"),
+        ({"exploration_rate": 1.5}, ValueError, "exploration_rate=1.5 begins with 1.5"),
+        ({"exploration_rate": -0.5}, ValueError, "nearest valid value: 0.0"),
+        ({"replay_capacity": 5, "n_step": 3, "num_envs": 2}, ValueError, "replay_capacity=5 must be a whole"),
         ({"exploration_interval": "steps"}, ValueError, "exploration_interval='steps'"),
         ({"value_bodi": None}, TypeError, "nearest: 'value_body'"),
         ({"env": "Pendulum-v1"}, TypeError, "Discrete"),

@@ -10,6 +10,7 @@ import flax.linen as nn
 import gymnasium as gym
 import jax
 import numpy as np
+from gymnasium.vector.utils import create_empty_array
 
 from rl_trainers.models import trax_layers
 from rl_trainers.models.adapters import Model, adapt, made
@@ -37,11 +38,25 @@ def build(
 
     Raises:
         TypeError: if the factory returns something that is no network.
+        ValueError: if a network of the values of ``n_actions`` actions returns another number of them.
     """
     network = made(factory, **kwargs)
-    if isinstance(network, Model):
-        return network
-    return adapt(network, observation_space, part, action_space)
+    is_model = isinstance(network, Model)
+    model = network if is_model else adapt(network, observation_space, part, action_space)
+    if "n_actions" in kwargs:
+        _check_outputs(model, observation_space, kwargs["n_actions"])
+    return model
+
+
+def _check_outputs(model: Model, observation_space: gym.Space, n_actions: int) -> None:
+    observation = create_empty_array(observation_space, 1)
+    variables = jax.eval_shape(model.init, jax.random.PRNGKey(0), observation)
+    shape = jax.eval_shape(model.apply, *variables, observation).shape
+    if shape != (1, n_actions):
+        raise ValueError(
+            f"value_model: its output for one observation has the shape {shape}; nearest valid shape: "
+            f"{(1, n_actions)}, a value of each action"
+        )
 
 
 def build_pair(
