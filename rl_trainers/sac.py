@@ -98,8 +98,8 @@ class QActorCriticTrainer(OffPolicyTrainer):
         self._start(self._init, [*trainers, *self._more_trainers()], is_sequence)
         if n_critics > 1 and _are_equal(self.state.params["value"]["0"], self.state.params["value"]["1"]):
             raise ValueError(
-                f"n_critics={n_critics}: value_model gives each critic the same parameters, so all would stay "
-                "the same, as with an nnx module made before (a factory that takes rngs is right); "
+                f"n_critics={n_critics}: value_model gives each critic the same parameters, so all would "
+                "stay the same, as with an nnx module made before (a factory that takes rngs is right); "
                 "nearest valid value: 1"
             )
 
