@@ -96,6 +96,12 @@ class QActorCriticTrainer(OffPolicyTrainer):
         ]
         is_sequence = self._policy.is_sequence or self._critics[0].is_sequence
         self._start(self._init, [*trainers, *self._more_trainers()], is_sequence)
+        if n_critics > 1 and _are_equal(self.state.params["value"]["0"], self.state.params["value"]["1"]):
+            raise ValueError(
+                f"n_critics={n_critics}: value_model gives each critic the same parameters, so all would "
+                "stay the same, as with an nnx module made before (a factory that takes rngs is right); "
+                "nearest valid value: 1"
+            )
 
     def _trainer(self, part: str, loss: Loss, optimizer: Any, lr_schedule: Any) -> Trainer:
         size, n_steps = self.batch_size, self.train_steps_per_epoch
@@ -394,6 +400,10 @@ class TD3(DDPG):
         super().__init__(
             task, n_critics=n_critics, policy_delay=policy_delay, target_std=target_std, **kwargs
         )
+
+
+def _are_equal(one: PyTree, other: PyTree) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(jnp.array_equal, one, other)))
 
 
 def _check_numbers(least: float, **arguments: Any) -> None:

@@ -374,3 +374,16 @@ def test_action_spaces_that_it_cannot_do_are_refused(cls, space):
 def test_wrong_arguments_are_refused(cls, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         small(cls, continuous(probe.ActionReward), **arguments)
+
+
+def test_critics_that_would_stay_the_same_are_refused():
+    def model(key):
+        return (
+            lambda _, x, action: jax.random.normal(key, (x.shape[-1] + action.shape[-1],)),
+            lambda w, x, action: action @ w[x.shape[-1] :] + x @ w[: x.shape[-1]],
+        )
+
+    fixed = functools.partial(model, jax.random.PRNGKey(0))
+    with pytest.raises(ValueError, match="n_critics=2: value_model gives each critic the same parameters"):
+        small(SAC, continuous(probe.ActionReward), value_model=fixed)
+    assert small(SAC, continuous(probe.ActionReward), value_model=fixed, n_critics=1)
