@@ -119,6 +119,11 @@ class ActorCriticTrainer(PolicyTrainer):
             raise ValueError(f"q_value_n_samples={q_value_n_samples} must be at least 1")
         every = _takes_all(all_actions, q_value_n_samples, vocab_size, task.action_space)
         self.all_actions = q_value and every
+        if target_sync is not None and self._inputs(ActorCriticTrainer, "value_batches_stream"):
+            raise ValueError(
+                f"target_sync={target_sync} has no effect on the batches of an overridden "
+                "value_batches_stream; nearest valid value: None"
+            )
         self.target_sync = target_sync
         self._n_parts = _parts(target_sync, value_train_steps_per_epoch)
         if on_policy is False and self.on_policy or on_policy and n_replay_epochs > 1:

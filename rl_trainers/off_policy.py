@@ -121,6 +121,16 @@ class OffPolicyTrainer(RLTrainer):
             n_interactions_per_epoch=n_interactions_per_epoch,
             **kwargs,
         )
+        if self.max_slice_length != 1:
+            raise ValueError(
+                f"max_slice_length={self.max_slice_length}: {type(self).__name__} learns from single steps; "
+                "nearest valid value: 1"
+            )
+        if self.only_eval and not task.replay.size:
+            raise ValueError(
+                "only_eval=True: there is nothing to train on: give the task initial_trajectories; nearest "
+                "valid value: False"
+            )
         check_counts(1, batch_size=batch_size, train_steps_per_epoch=train_steps_per_epoch)
         check_counts(1, target_sync=target_sync, n_step=n_step, n_replay_epochs=n_replay_epochs)
         check_counts(0, initial_collect_steps=initial_collect_steps)

@@ -141,8 +141,8 @@ class RLTrainer:
         self.n_trajectories_per_epoch = n_trajectories_per_epoch
         self.n_interactions_per_epoch = n_interactions_per_epoch
         self.n_eval_episodes = n_eval_episodes
-        self.eval_steps = list(eval_steps) if eval_steps is not None else [None]
-        self.eval_temperatures = list(eval_temperatures)
+        self.eval_steps = _listed("eval_steps", [None] if eval_steps is None else eval_steps)
+        self.eval_temperatures = _listed("eval_temperatures", eval_temperatures)
         self.only_eval = only_eval
         self.offline = offline
         self.output_dir = output_dir
@@ -261,9 +261,9 @@ class RLTrainer:
             rows, valid = self._make_rows(self.state, self._stored(), self.hparams())
             key, stream_key = jax.random.split(stream_key)
             size = min(trainer.batch_size or valid.shape[0], valid.shape[0])
-            n_batches = -(-int(valid.sum()) // size)
-            index, keep = shuffled(key, valid, size, n_batches)
-            for i in range(n_batches):
+            # As many as all rows would make, so that nothing compiles anew while a replay fills up.
+            index, keep = shuffled(key, valid, size, -(-valid.shape[0] // size))
+            for i in range(-(-int(valid.sum()) // size)):
                 batch = jax.tree.map(lambda x: np.asarray(x[index[i]]), rows)  # noqa: B023
                 yield batch._replace(mask=batch.mask * np.asarray(keep[i])[:, None])
 
@@ -831,6 +831,12 @@ def _on_device(x: float) -> jax.Array:
 
 def _mean(values: Any) -> float:
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def _listed(argument: str, values: Any) -> list:
+    if isinstance(values, Sequence):
+        return list(values)
+    raise TypeError(f"{argument}={values!r} must be a sequence; nearest valid value: {[values]!r}")
 
 
 def _nearest_multiple(count: int, divisor: int) -> int:

@@ -560,3 +560,12 @@ def test_published_arguments_are_accepted(cls, published):
     trainer = cls(task, **POLICY_ARGUMENTS, **VALUE_ARGUMENTS, **published)
     assert trainer.current_epoch == 0
     assert sorted(trainer.state.params) == ["policy", "shared", "value"]
+
+
+def test_a_target_network_beside_own_batches_is_refused():
+    class Own(AWR):
+        def value_batches_stream(self):
+            yield from super().value_batches_stream()
+
+    with pytest.raises(ValueError, match="target_sync=4 has no effect"):
+        Own(RLTask("CartPole-v1"), target_sync=4, value_train_steps_per_epoch=8)

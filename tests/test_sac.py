@@ -387,3 +387,15 @@ def test_critics_that_would_stay_the_same_are_refused():
     with pytest.raises(ValueError, match="n_critics=2: value_model gives each critic the same parameters"):
         small(SAC, continuous(probe.ActionReward), value_model=fixed)
     assert small(SAC, continuous(probe.ActionReward), value_model=fixed, n_critics=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_slice_length": 4}, "max_slice_length=4: SAC learns from single steps; nearest valid value: 1"),
+        ({"only_eval": True}, "only_eval=True: there is nothing to train on"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small(SAC, "Pendulum-v1", **arguments)

@@ -692,3 +692,18 @@ def test_an_overridden_stream_compiles_nothing_after_the_first_epoch():
     trainer = Own(RLTask("CartPole-v1"), n_interactions_per_epoch=16, batch_size=8, train_steps_per_epoch=2)
     compiled = [trainer._run_epoch()["compilations"] for _ in range(4)]
     assert compiled[1:] == [compiled[1]] * 3
+
+
+def test_an_overridden_stream_compiles_nothing_while_the_replay_fills_up():
+    class Own(AWRJoint):
+        def batches_stream(self):
+            yield from super().batches_stream()
+
+    trainer = Own(RLTask("CartPole-v1"), n_interactions_per_epoch=16, batch_size=8, train_steps_per_epoch=2)
+    compiled = [trainer._run_epoch()["compilations"] for _ in range(5)]
+    assert compiled[2:] == [compiled[2]] * 3
+
+
+def test_evaluation_settings_are_sequences():
+    with pytest.raises(TypeError, match=r"eval_temperatures=0.0 must be a sequence; nearest .*: \[0.0\]"):
+        PPOJoint(RLTask("CartPole-v1"), eval_temperatures=0.0)
