@@ -406,6 +406,7 @@ class SamplingAWR(ActorCriticTrainer):
         reweight: bool = False,
         n_replay_epochs: int = 10,
         q_value: bool = True,
+        q_value_n_samples: int | None = None,
         **kwargs,
     ):
         """Configures sampling AWR.
@@ -419,6 +420,8 @@ class SamplingAWR(ActorCriticTrainer):
             reweight: count actions as often as the policy that learns takes them, not the one that acted.
             n_replay_epochs: newest epochs to train on.
             q_value: always true.
+            q_value_n_samples: how many a_j there are; ``None`` for all actions of a ``Discrete`` space and 8
+                samples in others.
             **kwargs: arguments of :class:`ActorCriticTrainer`.
         """
         if not q_value:
@@ -427,7 +430,20 @@ class SamplingAWR(ActorCriticTrainer):
         self.w_max = w_max
         self.thresholds = thresholds
         self.reweight = reweight
-        super().__init__(task, n_replay_epochs=n_replay_epochs, q_value=True, **kwargs)
+        if q_value_n_samples is None:
+            q_value_n_samples = getattr(task.action_space, "n", 8)
+        if q_value_n_samples == 1 and not kwargs.get("offline") and not kwargs.get("all_actions"):
+            raise ValueError(
+                "q_value_n_samples=1: one action has no advantage over the mean of itself; nearest valid "
+                "value: 2"
+            )
+        super().__init__(
+            task,
+            n_replay_epochs=n_replay_epochs,
+            q_value=True,
+            q_value_n_samples=int(q_value_n_samples),
+            **kwargs,
+        )
 
     def _decisions(self, params, model_state, dist_inputs, batch, hparams):
         model = params, model_state, batch.observation

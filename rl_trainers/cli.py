@@ -112,20 +112,33 @@ def load(output_dir: str) -> rl_trainers.RLTrainer:
 # Checking bindings.
 
 
-def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bool = False) -> None:
+def parse(
+    config_files: Sequence[str],
+    bindings: Sequence[str],
+    allow_unused: bool = False,
+    own_config: str | None = None,
+) -> None:
     """Parses gin files and bindings and checks every name in them; later ones win.
 
     Args:
         config_files: paths.
         bindings: lines such as ``'PPOJoint.epsilon = 0.1'``.
         allow_unused: accept bindings that this run does not use.
+        own_config: path of what a run that goes on has written, parsed first; it names all that the run used.
 
     Raises:
         ValueError: for names that do not exist and for bindings without effect; names the nearest valid
             one.
     """
+    written: set[tuple] = set()
+    files = list(config_files)
+    if own_config is not None:
+        gin.clear_config()
+        gin.parse_config(epath.Path(own_config).read_text(), skip_unknown=True)
+        written = {(key, name) for key, values in gin.config._CONFIG.items() for name in values}
+        files = [own_config, *files]
     gin.clear_config()
-    text = "\n".join([epath.Path(path).read_text() for path in config_files] + list(bindings))
+    text = "\n".join([epath.Path(path).read_text() for path in files] + list(bindings))
     try:
         gin.parse_config(text)
     except (ValueError, SyntaxError) as error:
@@ -144,7 +157,8 @@ def parse(config_files: Sequence[str], bindings: Sequence[str], allow_unused: bo
                     f"{name}.{argument}: {name} has no parameter {argument!r}; nearest: "
                     f"{_nearest(argument, valid)!r}"
                 )
-            if not _reaches(scope, selector, used):
+            known = ((scope, selector), argument) in written
+            if not known and not _reaches(scope, selector, used):
                 unused.append(f"{scope + '/' if scope else ''}{name}.{argument}")
     if unused and not allow_unused:
         names = sorted({selector.rpartition(".")[2] for _, selector in used})
@@ -265,13 +279,12 @@ def _train(arguments: argparse.Namespace) -> int:
     bindings = list(arguments.config)
     config = epath.Path(arguments.output_dir) / _CONFIG
     files = list(arguments.config_file)
-    if not files and config.exists():
-        files = [str(config)]
+    own = str(config) if not files and config.exists() else None
     if arguments.seed is not None:
         bindings += [f"seed = {arguments.seed}", "RLTask.seed = %seed"]
-    if not files and not bindings:
+    if not (files or own or bindings):
         raise FileNotFoundError(f"{arguments.output_dir} holds no run yet: give --config_file")
-    parse(files, bindings, arguments.allow_unused)
+    parse(files, bindings, arguments.allow_unused, own)
     if arguments.seed is not None:
         trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
         gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)

@@ -186,12 +186,14 @@ class Progress:
     def update(self, record: Mapping[str, Any]) -> None:
         """Takes a record as :class:`MetricsWriter` does; draws it if enough time has passed.
 
-        The return shown is ``recent_return``, else ``avg_return``; a missing or NaN one keeps the last
-        that was known.
+        The return shown is ``recent_return``, else ``avg_return``, else ``eval_return``; where all are
+        missing or NaN, it is the last that was known.
         """
-        known = record.get("recent_return", record.get("avg_return"))
+        names = ("recent_return", "avg_return", "eval_return")
+        values = (record[name] for name in names if name in record)
+        known = next((value for value in values if value == value), None)
         last = self._record.get("avg_return")
-        self._record = {**record, "avg_return": last if known is None or known != known else known}
+        self._record = {**record, "avg_return": last if known is None else known}
         now = time.perf_counter()
         if self._first is None:  # compilation is over, so that this tells the pace
             self._first = (now, self.fraction)

@@ -406,7 +406,8 @@ class OffPolicyTrainer(RLTrainer):
         self._known = self.task.actor.observation
         seconds = time.perf_counter() - start
         seen = None if data is None else self._see_rollout(data)
-        return episodes, seen, {"collect_s": seconds, "train_s": seconds, **metrics}
+        record = {"collect_s": learner.env_s, "train_s": seconds - learner.env_s}
+        return episodes, seen, {**record, "exploration_rate": float(learner.rates.mean()), **metrics}
 
     def exploration_rates(self) -> np.ndarray:
         """Share of random actions at each vector step of the next epoch, f32 ``[T]``.
@@ -476,6 +477,10 @@ class _Learner:
 
     It learns whenever it is asked for an action. The trainer's state is replaced at every call, so that
     an exception in an environment loses nothing.
+
+    Attributes:
+        rates: f32 ``[T]``, share of random actions at each vector step.
+        env_s: seconds spent in the environments.
     """
 
     def __init__(self, trainer: OffPolicyTrainer):
@@ -485,7 +490,8 @@ class _Learner:
         trainer.state = trainer.state._replace(key=key)
         self._hparams = {**jax.device_put(trainer.hparams()), **drawn}
         self._totals = jnp.zeros(len(trainer._metric_names) + 1)
-        self._rates = trainer.exploration_rates()
+        self.env_s = 0.0
+        self.rates = trainer.exploration_rates()
         self._first = -(-trainer.n_random_left() // task.env.num_envs)
         self._row, self._update = 0, 0
         self._observation: PyTree = None
@@ -494,8 +500,8 @@ class _Learner:
 
     def act(self, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
         """Learns from what happened since the last call, and chooses actions."""
-        if self._row % len(self._rates) == 0:
-            self._draws, key = self._trainer._draw(key, self._rates)
+        if self._row % len(self.rates) == 0:
+            self._draws, key = self._trainer._draw(key, self.rates)
         key = self._next(observation, key)
         self._observation, self._mask = observation, ~needs_reset
         self._row += 1
@@ -503,7 +509,9 @@ class _Learner:
 
     def step(self, action: PyTree) -> tuple:
         """Steps the environments."""
+        start = time.perf_counter()
         self._outcome = self._env.step(action)
+        self.env_s += time.perf_counter() - start
         return self._outcome
 
     def finish(self) -> dict[str, float]:
@@ -525,7 +533,7 @@ class _Learner:
     def _next(self, observation: PyTree, key: Any) -> Any:
         """Chooses the next action, and learns from the last one if there was one; returns a new key."""
         trainer, seen = self._trainer, self._trainer._see(observation)
-        row, update = np.int32(self._row % len(self._rates)), np.int32(self._update)
+        row, update = np.int32(self._row % len(self.rates)), np.int32(self._update)
         if self._outcome is None:
             event = Event(None, None, seen, key, row, update)
             self._action, key = trainer._explore(trainer.state, event, self._draws)

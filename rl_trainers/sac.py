@@ -43,6 +43,8 @@ class QActorCriticTrainer(OffPolicyTrainer):
         train_steps_per_epoch: int | None = None,
         target_tau: float = 0.005,
         *,
+        policy_body: Any = None,
+        value_body: Any = None,
         n_critics: int = 2,
         policy_delay: int = 1,
         distribution: Distribution | None = None,
@@ -53,18 +55,22 @@ class QActorCriticTrainer(OffPolicyTrainer):
         Args:
             task: the environment to train on.
             policy_model: factory of a model whose output is ``dist_inputs``, called as
-                ``policy_model(policy_distribution=..., mode=...)``; ``None`` for two layers of 256.
+                ``policy_model(policy_distribution=..., mode=...)``; ``None`` for
+                :class:`rl_trainers.models.Policy` on ``policy_body``.
             policy_optimizer: see :func:`rl_trainers.optimizers.resolve`.
             policy_lr_schedule: likewise.
-            value_model: factory of each critic: of the value of an action in a ``Box``, of all actions of a
-                ``Discrete`` space, called as ``value_model(n_actions=..., mode=...)``; ``None`` for two
-                layers of 256.
+            value_model: factory of each critic, called as ``value_model(n_actions=..., mode=...)``; ``None``
+                for :class:`rl_trainers.models.Value` of an action in a ``Box``, and for
+                :class:`rl_trainers.models.Quality` of all actions of a ``Discrete`` space, on ``value_body``.
             value_optimizer: see :func:`rl_trainers.optimizers.resolve`.
             value_lr_schedule: likewise.
             batch_size: steps of a batch.
             train_steps_per_epoch: optimizer steps per epoch, spread evenly over its vector steps; ``None``
                 for one per vector step.
             target_tau: share of the current parameters in each update of the target parameters.
+            policy_body: factory of the body under the policy, if ``policy_model`` is not given; ``None`` for
+                two layers of 256.
+            value_body: likewise of the critics.
             n_critics: critics, the smallest of which counts.
             policy_delay: optimizer steps of the critics for one of the policy.
             distribution: of the actions; replaces the task's.
@@ -83,13 +89,13 @@ class QActorCriticTrainer(OffPolicyTrainer):
         self._first_action = int(getattr(space, "start", 0)) if self._discrete else 0
         self._policy_delay = policy_delay
         self._policy = models.build(
-            policy_model or functools.partial(models.Policy, body=_BODY),
+            policy_model or functools.partial(models.Policy, body=policy_body or _BODY),
             self.observation_space,
             "policy",
             policy_distribution=task.distribution,
             mode="train",
         )
-        self._critics = self._build_critics(value_model, n_critics)
+        self._critics = self._build_critics(value_model, value_body or _BODY, n_critics)
         trainers = [
             self._trainer("value", self._value_loss, value_optimizer, value_lr_schedule),
             self._trainer("policy", self._policy_loss, policy_optimizer, policy_lr_schedule),
@@ -109,14 +115,14 @@ class QActorCriticTrainer(OffPolicyTrainer):
             loss, optimizer, lr_schedule, name=part, trains=(part,), batch_size=size, n_steps=n_steps
         )
 
-    def _build_critics(self, value_model: Any, n_critics: int) -> list[models.Model]:
+    def _build_critics(self, value_model: Any, body: Any, n_critics: int) -> list[models.Model]:
         """Independent critics with parameters ``params['value'][i]``."""
         space, build = self.task.action_space, models.build
         if isinstance(space, gym.spaces.Discrete):
-            model = value_model or functools.partial(models.Quality, body=_BODY)
+            model = value_model or functools.partial(models.Quality, body=body)
             made = build(model, self.observation_space, "value", mode="train", n_actions=int(space.n))
         else:
-            model = value_model or functools.partial(models.Value, body=_BODY, concatenate_actions=True)
+            model = value_model or functools.partial(models.Value, body=body, concatenate_actions=True)
             made = build(model, self.observation_space, "value", space, mode="train")
         return [made] * n_critics
 

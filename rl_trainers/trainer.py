@@ -30,6 +30,28 @@ from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
 
+_ELSEWHERE = {
+    "learning_rate": ("lr_schedule", "policy_lr_schedule", "value_lr_schedule"),
+    "lr": ("lr_schedule", "policy_lr_schedule", "value_lr_schedule"),
+    "policy_kwargs": ("joint_model", "policy_model", "value_model"),
+    "policy": ("joint_model", "policy_model", "value_model"),
+    "net_arch": ("joint_model", "policy_body", "policy_model", "value_body"),
+    "n_steps": ("n_interactions_per_epoch",),
+    "n_epochs": ("train_steps_per_epoch", "policy_train_steps_per_epoch"),
+    "gradient_steps": ("train_steps_per_epoch", "value_train_steps_per_epoch"),
+    "clip_range": ("epsilon",),
+    "ent_coef": ("entropy_coeff",),
+    "vf_coef": ("value_loss_coeff",),
+    "gae_lambda": ("advantage_estimator",),
+    "tau": ("target_tau",),
+    "buffer_size": ("replay_capacity",),
+    "learning_starts": ("initial_collect_steps",),
+    "exploration_fraction": ("exploration_rate",),
+    "target_update_interval": ("sync_freq", "target_sync"),
+    "tensorboard_log": ("output_dir",),
+}
+"""What the arguments of stable-baselines3 are called here; the first that a trainer has is named."""
+
 _RECENT_EPISODES = 100
 _ASIDE = 2**30
 
@@ -106,7 +128,8 @@ class RLTrainer:
         """
         for name in unknown:
             valid = parameters(type(self))
-            near = difflib.get_close_matches(name, valid, 1, 0.0)[0]
+            close = difflib.get_close_matches(name, valid, 1, 0.0)
+            near = next(iter([x for x in _ELSEWHERE.get(name, ()) if x in valid] + close))
             raise TypeError(f"{type(self).__name__} has no argument {name!r}; nearest: {near!r}")
         if not isinstance(task, RLTask):
             raise TypeError(f"task={task!r} must be an RLTask, such as RLTask({task!r})")

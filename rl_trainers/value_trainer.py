@@ -19,13 +19,19 @@ from rl_trainers.types import Batch, PyTree, Rollout, TrainState
 
 EXPLORATION = functools.partial(
     optimizers.multifactor,
-    factors="constant * decay_every",
+    factors="constant * linear_decay",
     constant=1.0,
-    decay_factor=0.99,
-    steps_per_decay=1,
-    minimum=0.1,
+    steps_per_cycle=10,
+    minimum=0.05,
 )
-"""Trax's schedule of the share of random actions, by epochs: .99, .98, ... down to .1."""
+"""The share of random actions falls from .9 in the first epoch to .05 in the tenth."""
+
+
+_OTHER_NAMES = {
+    "batch_size": "value_batch_size",
+    "train_steps_per_epoch": "value_train_steps_per_epoch",
+    "target_sync": "sync_freq",
+}
 
 
 class ValueTrainer(OffPolicyTrainer):
@@ -90,6 +96,9 @@ class ValueTrainer(OffPolicyTrainer):
         check_counts(1, value_batch_size=value_batch_size, sync_freq=sync_freq)
         check_counts(1, value_train_steps_per_epoch=value_train_steps_per_epoch)
         check_counts(1, max_slice_length=max_slice_length)
+        for name, ours in _OTHER_NAMES.items():
+            if name in kwargs:
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}; nearest: {ours!r}")
         space = task.action_space
         if not isinstance(space, gym.spaces.Discrete):
             raise TypeError(f"{type(self).__name__} needs a Discrete action space, and this one is {space}")

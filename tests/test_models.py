@@ -373,7 +373,7 @@ def test_a_module_of_ones_own_by_factory_or_itself():
 
 
 def test_parameters_of_other_networks_go_under_the_part():
-    model = models.build(Mine, BOX, "value")
+    model = models.build(Mine, BOX, "value", n_actions=2)
     x = np.ones((4, 3), np.float32)
     params, model_state = model.init(KEY, x)
     assert set(params) == {"value"} and set(params["value"]) == {"dense"}
@@ -508,3 +508,24 @@ def test_a_network_with_another_number_of_values_is_refused(n_outputs):
     with pytest.raises(ValueError, match=rf"value_model: .* \(1, {n_outputs}\); nearest .*: \(1, 3\)"):
         models.build(nn.Dense(n_outputs), box, "value", n_actions=3, mode="train")
     models.build(nn.Dense(3), box, "value", n_actions=3, mode="train")
+
+
+@pytest.mark.parametrize("part", ["value", "shared"])
+def test_values_of_another_shape_are_refused(part):
+    class Mine(nn.Module):
+        """Keeps the last axis of the value."""
+
+        @nn.compact
+        def __call__(self, x):
+            value = nn.Dense(1)(x)
+            return value if part == "value" else (nn.Dense(2)(x), value)
+
+    with pytest.raises(ValueError, match=r"has the shape \(1, 1\); nearest valid shape: \(1,\), one value"):
+        models.build(Mine, BOX, part)
+
+
+def test_values_of_all_actions_begin_near_0():
+    model = models.build(models.Quality, BOX, "value", n_actions=3)
+    params, state = model.init(KEY, np.zeros((1, 3), np.float32))
+    values = model.apply(params, state, np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32))
+    assert float(jnp.abs(values).max()) < 0.05

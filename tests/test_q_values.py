@@ -556,6 +556,8 @@ Q = {"q_value": True, "q_value_aggregate_max": True, "q_value_n_samples": 1, "vo
     ids=["layers", "margin", "replay", "q_values", "aggregates"],
 )
 def test_published_arguments_are_accepted(cls, published):
+    if cls is SamplingAWR and published.get("q_value_n_samples") == 1:
+        published = {**published, "q_value_n_samples": 2}  # it compares samples with one another
     task = RLTask("CartPole-v1", num_envs=2, max_steps=20)
     trainer = cls(task, **POLICY_ARGUMENTS, **VALUE_ARGUMENTS, **published)
     assert trainer.current_epoch == 0
@@ -569,3 +571,13 @@ def test_a_target_network_beside_own_batches_is_refused():
 
     with pytest.raises(ValueError, match="target_sync=4 has no effect"):
         Own(RLTask("CartPole-v1"), target_sync=4, value_train_steps_per_epoch=8)
+
+
+def test_one_sample_is_refused_since_it_has_no_advantage():
+    with pytest.raises(ValueError, match="q_value_n_samples=1: one action has no advantage"):
+        SamplingAWR(RLTask("CartPole-v1"), q_value_n_samples=1)
+
+
+def test_sampling_awr_takes_all_actions_or_8_samples_by_default():
+    discrete, box = (SamplingAWR(RLTask(env)) for env in ("CartPole-v1", "Pendulum-v1"))
+    assert discrete.all_actions and not box.all_actions and box.q_value_n_samples == 8

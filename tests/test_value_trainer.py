@@ -474,3 +474,33 @@ def test_normaliser_statistics_take_in_initial_trajectories(arguments):
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         small(**{"env": "CartPole-v1", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("batch_size", "value_batch_size"),
+        ("target_sync", "sync_freq"),
+        ("learning_starts", "initial_collect_steps"),
+        ("exploration_fraction", "exploration_rate"),
+        ("learning_rate", "value_lr_schedule"),
+    ],
+)
+def test_names_from_elsewhere_are_answered_with_ours(name, ours):
+    with pytest.raises(TypeError, match=f"DQN has no argument '{name}'; nearest: '{ours}'"):
+        small("CartPole-v1", **{name: 1})
+
+
+def test_sequence_networks_are_refused():
+    body = functools.partial(models.TransformerDecoder, d_model=8, d_ff=8, n_layers=1, n_heads=1)
+    with pytest.raises(ValueError, match="DQN draws single steps"):
+        small("CartPole-v1", value_body=body)
+
+
+def test_the_default_exploration_falls_within_ten_epochs():
+    trainer = DQN(RLTask("CartPole-v1"), value_body=BODY, n_interactions_per_epoch=4, initial_collect_steps=1)
+    assert trainer.exploration_rates()[-1] == pytest.approx(0.9)
+    trainer._epoch = 9
+    assert trainer.exploration_rates()[-1] == pytest.approx(0.05)
+    record = trainer._run_epoch()
+    assert record["exploration_rate"] == pytest.approx((3 * 0.05 + 1) / 4, abs=0.3)

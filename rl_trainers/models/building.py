@@ -38,24 +38,29 @@ def build(
 
     Raises:
         TypeError: if the factory returns something that is no network.
-        ValueError: if a network of the values of ``n_actions`` actions returns another number of them.
+        ValueError: if the values that a network returns have another shape than they should.
     """
     network = made(factory, **kwargs)
     is_model = isinstance(network, Model)
     model = network if is_model else adapt(network, observation_space, part, action_space)
     if "n_actions" in kwargs:
-        _check_outputs(model, observation_space, kwargs["n_actions"])
+        _check_values(model, observation_space, (1, kwargs["n_actions"]), "a value of each action")
+    elif action_space is None and part in ("value", "shared"):
+        _check_values(model, observation_space, (1,), "one value")
     return model
 
 
-def _check_outputs(model: Model, observation_space: gym.Space, n_actions: int) -> None:
+def _check_values(
+    model: Model, observation_space: gym.Space, shape: tuple[int, ...], what: str
+) -> None:
     observation = create_empty_array(observation_space, 1)
     variables = jax.eval_shape(model.init, jax.random.PRNGKey(0), observation)
-    shape = jax.eval_shape(model.apply, *variables, observation).shape
-    if shape != (1, n_actions):
+    output = jax.eval_shape(model.apply, *variables, observation)
+    value = output[1] if isinstance(output, tuple) and len(output) == 2 else output
+    if getattr(value, "shape", None) != shape:
         raise ValueError(
-            f"value_model: its output for one observation has the shape {shape}; nearest valid shape: "
-            f"{(1, n_actions)}, a value of each action"
+            f"value_model: its output for one observation has the shape {getattr(value, 'shape', None)}; "
+            f"nearest valid shape: {shape}, {what}"
         )
 
 

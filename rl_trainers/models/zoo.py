@@ -429,7 +429,8 @@ class Quality(nn.Module):
         n_actions: how many actions there are.
         body: factory of the module under the head.
         normalizer: factory of a module such as :class:`Normalize`, or ``None``.
-        head_init_range: bound of the head's initial weights; ``None`` for the usual ones.
+        head_init_range: bound of the head's initial weights; ``None`` for small ones, so that values which
+            are scaled up begin near 0.
     """
 
     n_actions: int
@@ -441,11 +442,17 @@ class Quality(nn.Module):
         """Makes the submodules."""
         self.normalize = self.normalizer and call(self.normalizer, mode="train")
         body = self.body and call(self.body, mode="train")
-        self.value = _head(body, self.n_actions, self.head_init_range, 1.0)
+        self.value = _head(body, self.n_actions, self.head_init_range, 0.01)
 
-    def __call__(self, x, mask=None):
+    @property
+    def sequence(self) -> bool:
+        """Whether the body is a sequence network."""
+        return _makes_sequences(self.body)
+
+    def __call__(self, x, mask=None, episode=None):
         """``[R, n_actions]``."""
-        return self.value(x if self.normalize is None else self.normalize(x, mask))
+        x = x if self.normalize is None else self.normalize(x, mask)
+        return self.value(x, episode)
 
 
 @gin.configurable(module="rl_trainers.models", denylist=["policy_distribution"])
