@@ -161,7 +161,8 @@ def start_scan(env, num_envs: int, key_env, key, policy_state: PyTree = ()) -> A
         policy_state: initial recurrent state ``[B, ..]``, ``()`` if none.
     """
     key_env, key_reset = jax.random.split(key_env)
-    state, observation = jax.vmap(env.reset)(jax.random.split(key_reset, num_envs))
+    # Compiled, since a reset may be hundreds of small operations.
+    state, observation = jax.jit(jax.vmap(env.reset))(jax.random.split(key_reset, num_envs))
     return ActorState(
         env_state=Envs(state, key_env),
         observation=observation,
