@@ -489,6 +489,22 @@ def test_the_same_keys_give_the_same_rows_and_others_do_not():
     assert not np.intersect1d(numbers(0), numbers(1)).size
 
 
+def test_pieces_and_seeds_side_by_side_give_the_rows_of_single_runs():
+    env = probe_jax.counting(3)
+    [(_, whole, _)] = on_device(env, 2, scripted, [12])
+    pieces = concatenate([data for _, data, _ in on_device(env, 2, scripted, [6, 6])])
+
+    def run(key_env):
+        actor = start_scan(env, 2, key_env, KEY, jnp.zeros(2, jnp.int32))
+        return unroll_scan(env, scripted, actor, 12)[1]
+
+    many = jax.vmap(run)(jnp.stack([jax.random.PRNGKey(1), KEY]))
+    second = jax.tree.map(lambda x: x[1], many)
+    for x, y, z in zip(*map(jax.tree.leaves, (whole, pieces, second)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(x, z)
+
+
 def test_an_unroll_is_traced_once():
     traces = []
 
