@@ -50,7 +50,17 @@ def is_jax_env(env: Any) -> bool:
     """Whether ``env`` is something that :func:`make_jax_env` takes."""
     if isinstance(env, str):
         return env.split(":")[0] in _SUITES
-    return isinstance(env, (JaxEnv, tuple))
+    return isinstance(env, JaxEnv) or _is_fields(env) or _is_gymnax(env)
+
+
+def _is_fields(env: Any) -> bool:
+    return (
+        isinstance(env, tuple) and len(env) >= 4 and all(isinstance(x, gymnasium.Space) for x in env[2:4])
+    )
+
+
+def _is_gymnax(env: Any) -> bool:
+    return isinstance(env, tuple) and len(env) == 2 and hasattr(env[0], "step_env")
 
 
 def make_jax_env(env: Any, time_limit: int | None = None) -> JaxEnv:
@@ -77,9 +87,9 @@ def make_jax_env(env: Any, time_limit: int | None = None) -> JaxEnv:
         made = _SUITES[suite](name)
     elif isinstance(env, JaxEnv):
         made = env
-    elif isinstance(env, tuple) and len(env) == 2 and hasattr(env[0], "step_env"):
+    elif _is_gymnax(env):
         made = from_gymnax(*env)
-    elif isinstance(env, tuple) and len(env) >= 4 and all(map(callable, env[:2])):
+    elif _is_fields(env):
         made = JaxEnv(*env)
     else:
         raise TypeError(

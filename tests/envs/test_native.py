@@ -67,6 +67,7 @@ def test_a_jax_env_stays_what_it_is_and_takes_another_limit():
         ("ale_py:ALE/Pong-v5", False),
         (probe.ConstantReward, False),
         ([probe.ConstantReward], False),
+        (4 * (probe.ConstantReward,), False),
     ],
 )
 def test_what_is_a_jax_env(env, known):
@@ -97,6 +98,8 @@ def test_what_does_not_fit_is_refused(env, message):
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match="expected 'gymnax:ID'"):
         make_jax_env(probe.ConstantReward())
+    with pytest.raises(TypeError, match="expected 'gymnax:ID'"):
+        make_jax_env((reset, step))
     with pytest.raises(ValueError, match="time_limit: must be >= 1"):
         make_jax_env(pair(), time_limit=0)
 
@@ -224,6 +227,7 @@ def test_cartpole_moves_as_gymnasiums_does(gymnax):
 
 def test_cartpole_is_truncated_by_its_clock_and_terminated_by_its_fall(gymnax):
     env, params = gymnax.make("CartPole-v1")
+    assert is_jax_env((env, params))
     made = make_jax_env((env, params.replace(max_steps_in_episode=4)))
     state, _ = made.reset(KEY)
     ends = []
