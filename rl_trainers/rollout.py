@@ -1,4 +1,4 @@
-"""Acting: one decision (`act`), and unrolls of many over host environments.
+"""Acting: one decision (`act`), and unrolls of many over host environments and over JAX ones.
 
 This module and ``envs/`` are the only places that step an environment.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
@@ -30,6 +31,25 @@ class Episodes(NamedTuple):
 
     returns: np.ndarray
     lengths: np.ndarray
+
+
+class Endings(NamedTuple):
+    """Episodes that ended within a rollout, where they ended; of fixed shape.
+
+    Attributes:
+        returns: f32 ``[T, B]``, undiscounted; means nothing where ``mask`` is false.
+        lengths: i32 ``[T, B]``, decisions taken; likewise.
+        mask: bool ``[T, B]``, whether an episode ended with this row.
+    """
+
+    returns: Any
+    lengths: Any
+    mask: Any
+
+    def episodes(self) -> Episodes:
+        """The same as host arrays, in the order in which they ended."""
+        returns, lengths, mask = jax.device_get(self)
+        return Episodes(returns[mask].astype(np.float64), lengths[mask].astype(np.int64))
 
 
 def act(apply, distribution, params, model_state, observation, key, temperature):
@@ -113,6 +133,113 @@ def unroll_host(
         (), observation, policy_state, needs_reset, key, episode_return, episode_length
     )
     return actor, Rollout(steps, observation), episodes
+
+
+# Environments on the device.
+
+
+class Envs(NamedTuple):
+    """``ActorState.env_state`` of JAX environments.
+
+    Attributes:
+        state: leading axis ``[B]``.
+        key: u32 ``[2]``, what the environments draw comes from; acting has its own.
+    """
+
+    state: PyTree
+    key: Any
+
+
+def start_scan(env, num_envs: int, key_env, key, policy_state: PyTree = ()) -> ActorState:
+    """Resets ``B`` environments; traced or not.
+
+    Args:
+        env: a :class:`rl_trainers.envs.native.JaxEnv`.
+        num_envs: ``B``.
+        key_env: u32 ``[2]``, for all that the environments draw from now on.
+        key: u32 ``[2]``, to act with.
+        policy_state: initial recurrent state ``[B, ..]``, ``()`` if none.
+    """
+    key_env, key_reset = jax.random.split(key_env)
+    # Compiled, since a reset may be hundreds of small operations.
+    state, observation = jax.jit(jax.vmap(env.reset))(jax.random.split(key_reset, num_envs))
+    return ActorState(
+        env_state=Envs(state, key_env),
+        observation=observation,
+        policy_state=policy_state,
+        needs_reset=jnp.zeros(num_envs, bool),
+        key=key,
+        episode_return=jnp.zeros(num_envs, jnp.float32),
+        episode_length=jnp.zeros(num_envs, jnp.int32),
+    )
+
+
+def unroll_scan(
+    env,
+    act: Act,
+    actor: ActorState,
+    unroll_length: int,
+    to_env: Callable = lambda action: action,
+) -> tuple[ActorState, Rollout, Endings]:
+    """Steps JAX environments ``unroll_length`` times; traced. The rows are those of :func:`unroll_host`.
+
+    Args:
+        env: a :class:`rl_trainers.envs.native.JaxEnv`.
+        act: chooses the actions, see :data:`Act`; traced.
+        actor: where the environments stand, see :func:`start_scan`.
+        unroll_length: ``T``, vector steps to take; reset rows count.
+        to_env: maps stored actions to what the environment receives; traced.
+
+    Returns:
+        ``(actor, rollout, endings)``: where the environments stand now, the facts ``[T, B]``
+        (``dist_inputs`` is ``None`` if ``act`` gave none), and the episodes that ended.
+    """
+
+    def row(actor: ActorState, _):
+        action, dist_inputs, policy_state, key = act(
+            actor.observation, actor.policy_state, actor.needs_reset, actor.key
+        )
+        steps, env_state, observation = _step_or_reset(env, actor, to_env(action))
+        steps = steps._replace(action=action, dist_inputs=dist_inputs)
+        total = actor.episode_return + steps.reward
+        count = actor.episode_length + steps.mask.astype(jnp.int32)
+        endings = Endings(total, count, steps.done)
+        total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
+        actor = ActorState(env_state, observation, policy_state, steps.done, key, total, count)
+        return actor, (steps, endings)
+
+    actor, (steps, endings) = jax.lax.scan(row, actor, length=unroll_length)
+    return actor, Rollout(steps, actor.observation), endings
+
+
+def _step_or_reset(env, actor: ActorState, action: PyTree) -> tuple[TimeStep, Envs, PyTree]:
+    """One row: environments that need it are reset, which ignores the action and pays nothing."""
+    anew = actor.needs_reset
+    key_env, key = jax.random.split(actor.env_state.key)
+    keys = jax.random.split(key, len(anew))
+    stepped = jax.vmap(env.step)(actor.env_state.state, action, keys)
+    state, observation, reward, terminated, truncated, info = stepped
+    # An environment takes one of the two ways, so that each key is used once.
+    first = jax.vmap(env.reset)(keys)
+
+    def choose(x, y):
+        return jnp.where(anew.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    state, observation = jax.tree.map(choose, first, (state, observation))
+    if env.time_limit is not None:
+        truncated = truncated | (actor.episode_length + 1 >= env.time_limit)
+    ones = jnp.ones(len(anew), jnp.float32)
+    masks = (jnp.where(anew, 1, info[n]) if n in info else ones for n in EnvInfo._fields)
+    steps = TimeStep(
+        observation=actor.observation,
+        action=None,
+        reward=jnp.where(anew, 0.0, reward).astype(jnp.float32),
+        terminated=terminated & ~anew,
+        truncated=truncated & ~anew,
+        mask=(~anew).astype(jnp.float32),
+        env_info=EnvInfo(*(x.astype(jnp.float32) for x in masks)),
+    )
+    return steps, Envs(state, key_env), observation
 
 
 def _to_host(tree: PyTree) -> PyTree:

@@ -11,9 +11,19 @@ from gymnasium import spaces
 
 from rl_trainers import rollout
 from rl_trainers.distributions import create_distribution
+from rl_trainers.envs import probe_jax
 from rl_trainers.envs.host import make_host_env
+from rl_trainers.envs.native import GymView, JaxEnv, make_jax_env
 from rl_trainers.envs.probe import ConstantReward, Counting
-from rl_trainers.rollout import bucket, concatenate, initial_actor, pad, unroll_host
+from rl_trainers.rollout import (
+    bucket,
+    concatenate,
+    initial_actor,
+    pad,
+    start_scan,
+    unroll_host,
+    unroll_scan,
+)
 
 KEY = jax.random.PRNGKey(0)
 
@@ -337,3 +347,170 @@ def test_same_key_same_rows_other_key_other_rows():
     assert not np.array_equal(first.action, other.action)
     # No row repeats another's draw.
     assert len(np.unique(first.action)) == first.action.size
+
+
+# On the device.
+
+
+def walk(time_limit=None, continuous=False):
+    """Walks from 0 by 1 or 2 a step; ends at 6 or beyond, and is cut in its 5th step at exactly 5."""
+
+    def reset(key):
+        return (jnp.int32(0), jnp.int32(0)), jnp.zeros(2)
+
+    def step(state, action, key):
+        place, t = state
+        by = (action[0] > 0).astype(jnp.int32) if continuous else action
+        place, t = place + 1 + by, t + 1
+        observation = jnp.stack([place, t]).astype(jnp.float32)
+        info = {"control_mask": (place % 3 > 0).astype(jnp.float32)}
+        truncated = (t == 5) & (place == 5)
+        return (place, t), observation, place * (1.5 - by), place >= 6, truncated, info
+
+    box = spaces.Box(0.0, np.inf, (2,), np.float32)
+    actions = spaces.Box(-1.0, 1.0, (1,), np.float32) if continuous else spaces.Discrete(2)
+    return make_jax_env(JaxEnv(reset, step, box, actions, "walk", time_limit))
+
+
+def scripted(observation, policy_state, needs_reset, key):
+    """Another action for each environment and place; what it gives and remembers tells the row."""
+    number = jnp.arange(len(needs_reset))
+    place = jnp.asarray(observation[:, 0], jnp.int32)
+    action = (jnp.array([0, 1, 0, 1])[number] + jnp.array([0, 0, 1, 1])[number] * place) % 2
+    return action, jnp.stack([observation[:, 1], number], axis=-1), policy_state + 1, key
+
+
+def on_host(env, num_envs, act, lengths, to_env=lambda a: a):
+    host = make_host_env(functools.partial(GymView, env), num_envs)
+    actor = initial_actor(host.reset(0), num_envs, np.asarray(KEY), np.zeros(num_envs, np.int32))
+    for length in lengths:
+        actor, data, episodes = unroll_host(host, act, actor, length, to_env)
+        yield actor, data, episodes
+
+
+def on_device(env, num_envs, act, lengths, key_env=KEY, to_env=lambda a: a):
+    actor = start_scan(env, num_envs, key_env, KEY, jnp.zeros(num_envs, jnp.int32))
+    unroll = jax.jit(lambda actor, n: unroll_scan(env, act, actor, n, to_env), static_argnums=1)
+    for length in lengths:
+        actor, data, endings = unroll(actor, length)
+        yield actor, data, endings.episodes()
+
+
+def assert_same(ours, theirs):
+    """Actors, rollouts and episodes, field by field."""
+    for (actor, *rest), (host_actor, *host_rest) in zip(ours, theirs, strict=True):
+        pairs = [*zip(rest, host_rest, strict=True), (actor[1:], host_actor[1:])]
+        for x, y in pairs:
+            assert jax.tree.structure(x) == jax.tree.structure(y)
+            for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("time_limit", [None, 4, 1])
+def test_rows_on_the_device_are_those_on_the_host(time_limit):
+    env, lengths = walk(time_limit), 6 * [7]
+    ours = list(on_device(env, 4, scripted, lengths))
+    assert_same(ours, list(on_host(env, 4, jax.jit(scripted), lengths)))
+    steps = concatenate([data for _, data, _ in ours]).steps
+    lengths = np.concatenate([episodes.lengths for *_, episodes in ours])
+    assert steps.truncated.any() and steps.observation.dtype == np.float32
+    # Environments have episodes of different lengths, and both kinds of ends, unless a limit of 1 cuts all.
+    if time_limit != 1:
+        assert steps.terminated.any() and len(set(lengths.tolist())) > 1
+    else:
+        np.testing.assert_array_equal(lengths, 1)
+
+
+def test_rows_on_the_device_by_hand():
+    # Environment 0 walks by 1 and is cut in step 5; environment 1 walks by 2 to 6 in 3 steps.
+    [(actor, data, episodes)] = on_device(walk(), 2, scripted, [7])
+    steps = data.steps
+    np.testing.assert_array_equal(steps.observation[:, 0, 0], [0, 1, 2, 3, 4, 5, 0])
+    np.testing.assert_array_equal(steps.observation[:, 1, 0], [0, 2, 4, 6, 0, 2, 4])
+    np.testing.assert_array_equal(steps.mask, np.array([[1, 1, 1, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1, 1]]).T)
+    np.testing.assert_array_equal(steps.reward[:, 0], [1.5, 3, 4.5, 6, 7.5, 0, 1.5])
+    np.testing.assert_array_equal(steps.reward[:, 1], [1, 2, 3, 0, 1, 2, 3])
+    np.testing.assert_array_equal(np.argwhere(steps.truncated), [[4, 0]])
+    np.testing.assert_array_equal(np.argwhere(steps.terminated), [[2, 1], [6, 1]])
+    np.testing.assert_array_equal(steps.env_info.control_mask[:, 0], [1, 1, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(steps.env_info.discount_mask, 1)
+    np.testing.assert_array_equal(steps.dist_inputs[:, 1, 0], [0, 1, 2, 3, 0, 1, 2])
+    np.testing.assert_array_equal(data.last_observation, [[1, 1], [6, 3]])
+    np.testing.assert_array_equal(episodes.returns, [6, 22.5, 6])
+    np.testing.assert_array_equal(episodes.lengths, [3, 5, 3])
+    np.testing.assert_array_equal(actor.episode_return, [1.5, 0])
+    np.testing.assert_array_equal(actor.needs_reset, [False, True])
+    np.testing.assert_array_equal(actor.episode_length, [1, 0])
+    np.testing.assert_array_equal(actor.policy_state, [7, 7])
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_policy_draws_the_same_on_the_device_as_on_the_host(continuous):
+    env = walk(continuous=continuous)
+    distribution = create_distribution(env.action_space)
+
+    def act(observation, policy_state, needs_reset, key):
+        def apply(params, model_state, x):
+            return 0.1 * x[:, : distribution.n_inputs]
+
+        choice = rollout.act(apply, distribution, None, None, observation, key, 1.0)
+        return *choice[:2], policy_state, choice[2]
+
+    ours = list(on_device(env, 3, act, [40], to_env=distribution.to_env))
+    theirs = list(on_host(env, 3, jax.jit(act), [40], to_env=distribution.to_env))
+    assert len(np.unique(ours[0][2].lengths)) > 1
+    for _, data, _ in (*ours, *theirs):
+        assert data.steps.dist_inputs.shape == (40, 3, distribution.n_inputs)
+    np.testing.assert_array_equal(ours[0][1].steps.observation, theirs[0][1].steps.observation)
+    np.testing.assert_allclose(ours[0][1].steps.action, theirs[0][1].steps.action, rtol=1e-6)
+
+
+def test_each_episode_draws_anew_even_if_nobody_else_does():
+    def still(observation, policy_state, needs_reset, key):
+        return jnp.zeros(len(needs_reset), jnp.int32), None, policy_state, key
+
+    env = probe_jax.counting(2)
+    [(_, first, _), (_, second, _)] = on_device(env, 3, still, [30, 30])
+    numbers = np.concatenate([x.steps.observation[:, :, 1] for x in (first, second)])
+    # An episode of 2 decisions has 3 rows, with its reset row, and keeps its number in them.
+    assert len(np.unique(numbers)) == 3 * 20
+    np.testing.assert_array_equal(numbers.reshape(20, 3, 3), numbers[::3, None].repeat(3, 1))
+    assert first.steps.dist_inputs is None
+
+
+def test_the_same_keys_give_the_same_rows_and_others_do_not():
+    env = probe_jax.counting(3)
+
+    def numbers(seed):
+        [(_, data, _)] = on_device(env, 4, scripted, [8], key_env=jax.random.PRNGKey(seed))
+        return np.asarray(data.steps.observation[:, :, 1])
+
+    np.testing.assert_array_equal(numbers(0), numbers(0))
+    assert not np.intersect1d(numbers(0), numbers(1)).size
+
+
+def test_pieces_and_seeds_side_by_side_give_the_rows_of_single_runs():
+    env = probe_jax.counting(3)
+    [(_, whole, _)] = on_device(env, 2, scripted, [12])
+    pieces = concatenate([data for _, data, _ in on_device(env, 2, scripted, [6, 6])])
+
+    def run(key_env):
+        actor = start_scan(env, 2, key_env, KEY, jnp.zeros(2, jnp.int32))
+        return unroll_scan(env, scripted, actor, 12)[1]
+
+    many = jax.vmap(run)(jnp.stack([jax.random.PRNGKey(1), KEY]))
+    second = jax.tree.map(lambda x: x[1], many)
+    for x, y, z in zip(*map(jax.tree.leaves, (whole, pieces, second)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(x, z)
+
+
+def test_an_unroll_is_traced_once():
+    traces = []
+
+    def act(*arguments):
+        traces.append(1)
+        return scripted(*arguments)
+
+    list(on_device(walk(4), 4, act, [8, 8, 8, 8]))
+    assert len(traces) == 1
