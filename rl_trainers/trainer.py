@@ -127,10 +127,7 @@ class RLTrainer:
             ValueError: if arguments contradict one another or are out of range.
         """
         for name in unknown:
-            valid = parameters(type(self))
-            close = difflib.get_close_matches(name, valid, 1, 0.0)
-            near = next(iter([x for x in _ELSEWHERE.get(name, ()) if x in valid] + close))
-            raise TypeError(f"{type(self).__name__} has no argument {name!r}; nearest: {near!r}")
+            raise _unknown(type(self), name)
         if not isinstance(task, RLTask):
             raise TypeError(f"task={task!r} must be an RLTask, such as RLTask({task!r})")
         if n_trajectories_per_epoch is None:
@@ -854,6 +851,13 @@ def _on_device(x: float) -> jax.Array:
 
 def _mean(values: Any) -> float:
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def _unknown(cls: type, name: str) -> TypeError:
+    valid = parameters(cls)
+    close = difflib.get_close_matches(name, valid, 1, 0.0)
+    near = next(iter([x for x in _ELSEWHERE.get(name, ()) if x in valid] + close))
+    return TypeError(f"{cls.__name__} has no argument {name!r}; nearest: {near!r}")
 
 
 def _listed(argument: str, values: Any) -> list:
