@@ -431,3 +431,20 @@ def test_a_second_interrupt_ends_the_run_at_once_and_saves_nothing(config, tmp_p
         assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 0
     assert [line["epoch"] for line in lines(tmp_path)] == [1]
     assert checkpoint.latest_step(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["DQN", "SAC"])
+def test_a_run_with_default_networks_goes_on_from_its_own_config(name, tmp_path):
+    arguments = ["train", "--output_dir", str(tmp_path / "run")]
+    bindings = [
+        f"train.trainer = @{name}",
+        "train.n_epochs = 1",
+        "RLTask.env = 'CartPole-v1'",
+        f"{name}.n_interactions_per_epoch = 4",
+    ]
+    first = [part for binding in bindings for part in ("--config", binding)]
+    assert cli.main([*arguments, *first]) == 0
+    assert cli.main([*arguments, "--config", "train.n_epochs = 2"]) == 0
+    assert len(metrics.read_curve(tmp_path / "run")["epoch"]) == 2
+    # What is added must still have an effect.
+    assert cli.main([*arguments, "--config", "PPOJoint.epsilon = 0.1"]) == 2
