@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +17,9 @@ import numpy as np
 import optax
 
 from rl_trainers import advantages, models, optimizers, replay, ring, rollout
-from rl_trainers.supervised import Trainer
+from rl_trainers.supervised import Trainer, check_counts
 from rl_trainers.task import RLTask
-from rl_trainers.trainer import RLTrainer, compiled
+from rl_trainers.trainer import RLTrainer, all_observations, compiled
 from rl_trainers.types import Batch, EnvInfo, PyTree, Rollout, TimeStep, TrainState
 
 
@@ -196,11 +195,7 @@ class OffPolicyTrainer(RLTrainer):
 
     def successors(self, data: Rollout) -> PyTree:
         """The observations ``[n_step, N, *obs]`` after each row."""
-        return jax.tree.map(
-            lambda x, last: jnp.concatenate([x[1:], last[None]]),
-            data.steps.observation,
-            data.last_observation,
-        )
+        return jax.tree.map(lambda x: x[1:], all_observations(data))
 
     # The compiled functions.
 
@@ -394,7 +389,7 @@ class OffPolicyTrainer(RLTrainer):
         learner = _Learner(self)
         data: Rollout | None = None
         if self.offline:
-            episodes = rollout.Episodes(np.zeros(0), np.zeros(0, np.int64))
+            episodes = rollout.NO_EPISODES
         elif self.only_eval:
             episodes = self.evaluate(self.n_trajectories_per_epoch or 1, temperature=1.0)
         elif self._n_rows:
@@ -456,20 +451,6 @@ class OffPolicyTrainer(RLTrainer):
         if observation is not self._known:
             self._ring = ring.restart(self._ring, self._see(observation), self._frames)
             self._known = observation
-
-
-def check_counts(least: int, **arguments: Any) -> None:
-    """Refuses arguments that are neither ``None`` nor whole numbers of at least ``least``.
-
-    Raises:
-        ValueError: names the argument, its value and the nearest valid one.
-    """
-    for name, value in arguments.items():
-        if value is not None and (not isinstance(value, Integral) or value < least):
-            near = max(least, round(float(value))) if isinstance(value, Real) else least
-            raise ValueError(
-                f"{name}={value!r} must be a whole number of at least {least}; nearest valid value: {near}"
-            )
 
 
 class _Learner:

@@ -33,6 +33,9 @@ class Episodes(NamedTuple):
     lengths: np.ndarray
 
 
+NO_EPISODES = Episodes(np.zeros(0), np.zeros(0, np.int64))
+
+
 class Endings(NamedTuple):
     """Episodes that ended within a rollout, where they ended; of fixed shape.
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from rl_trainers import losses, models
 from rl_trainers.distributions import Deterministic, Distribution, create_distribution
-from rl_trainers.off_policy import OffPolicyTrainer, check_counts
-from rl_trainers.supervised import Loss, Trainer
+from rl_trainers.off_policy import OffPolicyTrainer
+from rl_trainers.supervised import Loss, Trainer, check_counts
 from rl_trainers.task import RLTask
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,20 @@ Loss = Callable[[PyTree, PyTree, Any, dict], tuple[jax.Array, dict]]
 
 ``hparams['key']`` is a PRNG key u32 ``[2]`` of this step, for losses that draw.
 """
+
+
+def check_counts(least: int, **arguments: Any) -> None:
+    """Refuses arguments that are neither ``None`` nor whole numbers of at least ``least``.
+
+    Raises:
+        ValueError: names the argument, its value and the nearest valid one.
+    """
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, Integral) or value < least):
+            near = max(least, round(float(value))) if isinstance(value, Real) else least
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least {least}; nearest valid value: {near}"
+            )
 
 
 class Inputs(NamedTuple):
@@ -73,12 +87,7 @@ class Trainer:
         Raises:
             ValueError: if a count is not positive, or there are more evaluations than steps.
         """
-        for argument, value in (("batch_size", batch_size), ("train steps per epoch", n_steps)):
-            if value is not None and (not isinstance(value, Integral) or value < 1):
-                near = max(1, round(value))
-                raise ValueError(
-                    f"{argument}={value} must be a whole number of at least 1; nearest valid value: {near}"
-                )
+        check_counts(1, **{"batch_size": batch_size, "train steps per epoch": n_steps})
         if not 1 <= n_evals <= n_steps:
             raise ValueError(
                 f"evals_per_epoch={n_evals} must lie between 1 and the {n_steps} training steps of an epoch"

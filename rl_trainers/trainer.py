@@ -497,8 +497,7 @@ class RLTrainer:
             return data, None if self._epoch else data, episodes
         if self.offline:
             data = self._stored()
-            nothing = rollout.Episodes(np.zeros(0), np.zeros(0, np.int64))
-            return data, None if self._epoch else data, nothing
+            return data, None if self._epoch else data, rollout.NO_EPISODES
         window = None
         if self._is_sequence:
             window = self._begin_block(self.task.actor.policy_state)

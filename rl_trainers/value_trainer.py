@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from rl_trainers import advantages, losses, models, optimizers
-from rl_trainers.off_policy import OffPolicyTrainer, check_counts
-from rl_trainers.supervised import Trainer
+from rl_trainers.off_policy import OffPolicyTrainer
+from rl_trainers.supervised import Trainer, check_counts
 from rl_trainers.task import RLTask
 from rl_trainers.types import Batch, PyTree, Rollout, TrainState
 
