@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rl_trainers.envs import native
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
 
 Act = Callable[[PyTree, PyTree, Any, Any], tuple[PyTree, Any, PyTree, Any]]
@@ -141,18 +142,6 @@ def unroll_host(
 # Environments on the device.
 
 
-class Envs(NamedTuple):
-    """``ActorState.env_state`` of JAX environments.
-
-    Attributes:
-        state: leading axis ``[B]``.
-        key: u32 ``[2]``, what the environments draw comes from; acting has its own.
-    """
-
-    state: PyTree
-    key: Any
-
-
 def start_scan(env, num_envs: int, key_env, key, policy_state: PyTree = ()) -> ActorState:
     """Resets ``B`` environments; traced or not.
 
@@ -163,11 +152,9 @@ def start_scan(env, num_envs: int, key_env, key, policy_state: PyTree = ()) -> A
         key: u32 ``[2]``, to act with.
         policy_state: initial recurrent state ``[B, ..]``, ``()`` if none.
     """
-    key_env, key_reset = jax.random.split(key_env)
-    # Compiled, since a reset may be hundreds of small operations.
-    state, observation = jax.jit(jax.vmap(env.reset))(jax.random.split(key_reset, num_envs))
+    envs, observation = native.reset(env, num_envs, key_env)
     return ActorState(
-        env_state=Envs(state, key_env),
+        env_state=envs,
         observation=observation,
         policy_state=policy_state,
         needs_reset=jnp.zeros(num_envs, bool),
@@ -202,47 +189,29 @@ def unroll_scan(
         action, dist_inputs, policy_state, key = act(
             actor.observation, actor.policy_state, actor.needs_reset, actor.key
         )
-        steps, env_state, observation = _step_or_reset(env, actor, to_env(action))
-        steps = steps._replace(action=action, dist_inputs=dist_inputs)
+        anew = actor.needs_reset
+        envs, observation, reward, terminated, truncated, info = native.step_or_reset(
+            env, actor.env_state, anew, actor.episode_length, to_env(action)
+        )
+        steps = TimeStep(
+            observation=actor.observation,
+            action=action,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            mask=(~anew).astype(jnp.float32),
+            dist_inputs=dist_inputs,
+            env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
+        )
         total = actor.episode_return + steps.reward
         count = actor.episode_length + steps.mask.astype(jnp.int32)
         endings = Endings(total, count, steps.done)
         total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
-        actor = ActorState(env_state, observation, policy_state, steps.done, key, total, count)
+        actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
         return actor, (steps, endings)
 
     actor, (steps, endings) = jax.lax.scan(row, actor, length=unroll_length)
     return actor, Rollout(steps, actor.observation), endings
-
-
-def _step_or_reset(env, actor: ActorState, action: PyTree) -> tuple[TimeStep, Envs, PyTree]:
-    """One row: environments that need it are reset, which ignores the action and pays nothing."""
-    anew = actor.needs_reset
-    key_env, key = jax.random.split(actor.env_state.key)
-    keys = jax.random.split(key, len(anew))
-    stepped = jax.vmap(env.step)(actor.env_state.state, action, keys)
-    state, observation, reward, terminated, truncated, info = stepped
-    # An environment takes one of the two ways, so that each key is used once.
-    first = jax.vmap(env.reset)(keys)
-
-    def choose(x, y):
-        return jnp.where(anew.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-    state, observation = jax.tree.map(choose, first, (state, observation))
-    if env.time_limit is not None:
-        truncated = truncated | (actor.episode_length + 1 >= env.time_limit)
-    ones = jnp.ones(len(anew), jnp.float32)
-    masks = (jnp.where(anew, 1, info[n]) if n in info else ones for n in EnvInfo._fields)
-    steps = TimeStep(
-        observation=actor.observation,
-        action=None,
-        reward=jnp.where(anew, 0.0, reward).astype(jnp.float32),
-        terminated=terminated & ~anew,
-        truncated=truncated & ~anew,
-        mask=(~anew).astype(jnp.float32),
-        env_info=EnvInfo(*(x.astype(jnp.float32) for x in masks)),
-    )
-    return steps, Envs(state, key_env), observation
 
 
 def _to_host(tree: PyTree) -> PyTree:

@@ -28,6 +28,7 @@ from rl_trainers import replay as replay_lib
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs.host import HostEnv, find_spec, make_eval_env, make_host_env
+from rl_trainers.envs.native import DeviceEnv, is_jax_env
 from rl_trainers.rollout import Act, Episodes
 from rl_trainers.trajectory import Policy, PolicyEnv, Trajectory, Until, padded, play, unroll_until
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
@@ -47,8 +48,9 @@ class RLTask:
     """Environments, the replay of what was done in them, and the counts.
 
     Args:
-        env: a gymnasium id, a factory ``() -> env``, an environment, or a vector environment; see
-            :func:`rl_trainers.envs.make_host_env`.
+        env: a gymnasium id, a factory ``() -> env``, an environment, or a vector environment, see
+            :func:`rl_trainers.envs.make_host_env`; or a JAX environment such as ``'gymnax:CartPole-v1'``, see
+            :func:`rl_trainers.envs.make_jax_env`, with which whole epochs are compiled.
         initial_trajectories: trajectories to begin with, as epoch 0: how many to play with random actions
             (Trax plays 1 by default; here 0), a list of :class:`Trajectory`, a dict from epoch to such lists,
             ``'minari:NAME'`` for a data set of Minari on this machine (extra ``minari``), or the path of a
@@ -75,7 +77,8 @@ class RLTask:
         eval_env: the environment for evaluation, made like ``env``; by default another one of the same.
 
     Attributes:
-        env: :class:`rl_trainers.envs.HostEnv` with ``num_envs`` environments.
+        env: :class:`rl_trainers.envs.HostEnv` with ``num_envs`` environments, or
+            :class:`rl_trainers.envs.DeviceEnv`.
         env_name: its id, or the name of its class.
         observation_space: of one environment.
         action_space: of one environment.
@@ -122,16 +125,15 @@ class RLTask:
         self.gamma, self.max_steps = gamma, max_steps
         self.time_limit = max_steps if time_limit is None else time_limit
         self.timestep_to_np, self._n_replay_epochs = timestep_to_np, n_replay_epochs
+        make: Callable = _make_envs
+        if is_jax_env(env):
+            _check_plain(dm_suite=dm_suite, num_stacked_frames=num_stacked_frames, backend=backend)
+            make = _make_device_envs
         prepare = functools.partial(
             _prepared, dm_suite=dm_suite, random_starts=random_starts, n_frames=num_stacked_frames
         )
-        source = prepare(env)
-        self.env = make_host_env(source, num_envs, time_limit=self.time_limit, backend=backend)
-        self._make_eval_env = (
-            functools.partial(make_eval_env, source, self.env.num_envs, backend=backend)
-            if eval_env is None
-            else functools.partial(make_host_env, prepare(eval_env), num_envs, backend=backend)
-        )
+        self.env: Any
+        self.env, self._make_eval_env = make(env, eval_env, prepare, num_envs, self.time_limit, backend)
         self.env_name = self.env.name
         self.observation_space = self.env.observation_space
         self.action_space = self.env.action_space
@@ -174,7 +176,7 @@ class RLTask:
         self.replay = replay_lib.from_rows((steps, *rows[1:]), self.replay.capacity, self._frames)
 
     @functools.cached_property
-    def eval_env(self) -> HostEnv:
+    def eval_env(self) -> HostEnv | DeviceEnv:
         """For evaluation only, without the task's time limit; made at the first use."""
         return self._make_eval_env()
 
@@ -665,6 +667,36 @@ class RLTask:
             first = self.env.reset(int(seed))
             self.actor = rollout_lib.initial_actor(first, num_envs, actor.key, self._no_policy_state)
         replay_lib.end_running(self.replay, restarted)
+
+
+def _make_envs(
+    env: Any, eval_env: Any, prepare: Callable, num_envs: int, time_limit: int | None, backend: str
+) -> tuple[HostEnv, Callable[[], HostEnv]]:
+    """The environments, and what makes those for evaluation."""
+    source = prepare(env)
+    made = make_host_env(source, num_envs, time_limit=time_limit, backend=backend)
+    if eval_env is None:
+        return made, functools.partial(make_eval_env, source, made.num_envs, backend=backend)
+    return made, functools.partial(make_host_env, prepare(eval_env), num_envs, backend=backend)
+
+
+def _make_device_envs(
+    env: Any, eval_env: Any, prepare: Callable, num_envs: int, time_limit: int | None, backend: str
+) -> tuple[DeviceEnv, Callable[[], DeviceEnv]]:
+    """The same for JAX environments."""
+    made = DeviceEnv(env, num_envs, time_limit)
+    return made, functools.partial(DeviceEnv, env if eval_env is None else eval_env, num_envs)
+
+
+def _check_plain(**arguments: Any) -> None:
+    """Refuses what is for environments in Python only."""
+    defaults = {"dm_suite": False, "num_stacked_frames": 1, "backend": "auto"}
+    for name, value in arguments.items():
+        if value != defaults[name]:
+            raise ValueError(
+                f"{name}={value!r} is for environments in Python, and env is a JAX environment; nearest "
+                f"valid value: {defaults[name]!r}"
+            )
 
 
 def _random_act(distribution: Any, num_envs: int) -> Act:

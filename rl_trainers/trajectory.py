@@ -164,7 +164,7 @@ class PolicyEnv:
 
     def __init__(
         self,
-        env: HostEnv,
+        env: Any,
         policy: Policy,
         distribution: Any,
         episode_length: np.ndarray,

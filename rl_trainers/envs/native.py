@@ -7,6 +7,7 @@ many of them side by side, resets them and keeps the rows is :func:`rl_trainers.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from rl_trainers.types import PyTree
+from rl_trainers.types import EnvInfo, PyTree
 
 _EXTRA = "needs the extra 'jax-envs': pip install 'rl_trainers[jax-envs]'"
 _FOREVER = int(np.iinfo(np.int32).max)
@@ -264,6 +265,155 @@ def _check_same(env: str, what: str, when: str, expected: PyTree, given: PyTree)
     shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (expected, given)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"env: {env}: {what} has the shape {shapes[1]} {when}, expected {shapes[0]}")
+
+
+# Stepping them.
+
+
+class Envs(NamedTuple):
+    """``B`` environments.
+
+    Attributes:
+        state: leading axis ``[B]``.
+        key: u32 ``[2]``, what the environments draw comes from; acting has its own.
+    """
+
+    state: PyTree
+    key: Any
+
+
+def reset(env: JaxEnv, num_envs: int, key: Any) -> tuple[Envs, PyTree]:
+    """Starts ``B`` environments; traced or not.
+
+    Args:
+        env: what :func:`make_jax_env` returns.
+        num_envs: ``B``.
+        key: u32 ``[2]``, for all that the environments draw from now on.
+
+    Returns:
+        ``(envs, observation [B, *obs])``.
+    """
+    key, key_reset = jax.random.split(key)
+    # Compiled, since a reset may be hundreds of small operations.
+    state, observation = jax.jit(jax.vmap(env.reset))(jax.random.split(key_reset, num_envs))
+    return Envs(state, key), observation
+
+
+def step_or_reset(env: JaxEnv, envs: Envs, needs_reset: Any, length: Any, action: PyTree) -> tuple:
+    """One row: environments that need it are reset, which ignores the action and pays nothing; traced.
+
+    Args:
+        env: what :func:`make_jax_env` returns.
+        envs: where the environments stand.
+        needs_reset: bool ``[B]``.
+        length: i32 ``[B]``, decisions taken in the running episodes.
+        action: ``[B, *act]`` in the units of the action space.
+
+    Returns:
+        ``(envs, observation [B, *obs], reward f32 [B], terminated bool [B], truncated bool [B], info)``;
+        ``info`` has f32 ``[B]`` for every field of :class:`rl_trainers.types.EnvInfo`.
+    """
+    key_env, key = jax.random.split(envs.key)
+    keys = jax.random.split(key, len(needs_reset))
+    stepped = jax.vmap(env.step)(envs.state, action, keys)
+    state, observation, reward, terminated, truncated, info = stepped
+    # An environment takes one of the two ways, so that each key is used once.
+    first = jax.vmap(env.reset)(keys)
+
+    def choose(x, y):
+        return jnp.where(needs_reset.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    state, observation = jax.tree.map(choose, first, (state, observation))
+    if env.time_limit is not None:
+        truncated = truncated | (length + 1 >= env.time_limit)
+    ones = jnp.ones(len(needs_reset), jnp.float32)
+    masks = {n: choose(ones, info[n].astype(jnp.float32)) if n in info else ones for n in EnvInfo._fields}
+    reward = choose(jnp.zeros_like(ones), reward)
+    return (
+        Envs(state, key_env),
+        observation,
+        reward,
+        terminated & ~needs_reset,
+        truncated & ~needs_reset,
+        masks,
+    )
+
+
+class DeviceEnv:
+    """``B`` JAX environments with the interface of :class:`rl_trainers.envs.HostEnv`.
+
+    A call of :meth:`step` costs a dispatch; compiled loops take :attr:`functions` and :attr:`envs` and give
+    back what they made of them by :meth:`put`.
+
+    Args:
+        env: see :func:`make_jax_env`.
+        num_envs: ``B``.
+        time_limit: likewise.
+
+    Attributes:
+        functions: the :class:`JaxEnv`.
+        envs: :class:`Envs`, where the environments stand.
+        num_envs, name, observation_space, action_space: as in ``HostEnv``.
+        restarted: bool ``[B]``, all false: episodes go on after :meth:`restore`.
+    """
+
+    def __init__(self, env: Any, num_envs: int, time_limit: int | None = None):
+        self.functions = make_jax_env(env, time_limit)
+        self.num_envs, self.name = num_envs, self.functions.name
+        self.observation_space = self.functions.observation_space
+        self.action_space = self.functions.action_space
+        self.restarted = np.zeros(num_envs, bool)
+        self._step = jax.jit(functools.partial(step_or_reset, self.functions))
+        self.reset(0)
+
+    def reset(self, seed: int) -> PyTree:
+        """Starts all environments.
+
+        Args:
+            seed: int >= 0.
+
+        Returns:
+            Observation ``[B, *obs]``, numpy.
+        """
+        self.envs, observation = reset(self.functions, self.num_envs, jax.random.PRNGKey(seed))
+        self._needs_reset = np.zeros(self.num_envs, bool)
+        self._length = np.zeros(self.num_envs, np.int32)
+        return _to_host(observation)
+
+    def step(self, action: PyTree) -> tuple[PyTree, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Steps all environments once, see :meth:`rl_trainers.envs.HostEnv.step`."""
+        self.envs, *outcome = self._step(self.envs, self._needs_reset, self._length, action)
+        observation, reward, terminated, truncated, info = jax.tree.map(np.array, tuple(outcome))
+        self._length = np.where(self._needs_reset, 0, self._length + 1)
+        self._needs_reset = terminated | truncated
+        self._length[self._needs_reset] = 0
+        return observation, reward, terminated, truncated, info
+
+    def put(self, envs: Envs, needs_reset: Any, length: Any) -> None:
+        """Goes on from where a compiled loop has left the environments."""
+        self.envs, self._needs_reset = envs, np.asarray(needs_reset)
+        self._length = np.array(length, np.int32)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Everything that continues the environments exactly in another process."""
+        leaves = jax.tree.leaves((self.envs, self._needs_reset, self._length))
+        return {f"envs_{i}": np.array(x) for i, x in enumerate(leaves)}
+
+    def restore(self, saved: dict[str, np.ndarray]) -> bool:
+        """Continues from :meth:`snapshot`.
+
+        Raises:
+            ValueError: the snapshot is of another environment or another number of them.
+        """
+        like, structure = jax.tree.flatten((self.envs, self._needs_reset, self._length))
+        leaves = [saved[name] for name in sorted(saved, key=lambda name: int(name.rpartition("_")[2]))]
+        if [x.shape for x in leaves] != [np.shape(x) for x in like]:
+            raise ValueError(f"env: the checkpoint is not of {self.num_envs} environments {self.name}")
+        self.put(*jax.tree.unflatten(structure, [jnp.array(x) for x in leaves]))
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 # A view from outside.
