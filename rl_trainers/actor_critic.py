@@ -244,9 +244,10 @@ class ActorCriticTrainer(PolicyTrainer):
         actions = self._distribution.sample(jnp.broadcast_to(dist_inputs, (k, *dist_inputs.shape)), key)
         return actions, jnp.full((k, *leading), 1.0 / k)
 
-    def hparams(self) -> dict[str, Any]:
+    def hparams(self, after: int = 0) -> dict[str, Any]:
         """See :meth:`rl_trainers.trainer.RLTrainer.hparams`."""
-        return {**super().hparams(), "value_step": np.int32(self._epoch * self._value_trainer.n_steps)}
+        step = (self._epoch + after) * self._value_trainer.n_steps
+        return {**super().hparams(after), "value_step": np.int32(step)}
 
     def _fit(self, trainer: Trainer, state: TrainState, data: Rollout, hparams: dict):
         if self.target_sync is None or trainer.name != "value":

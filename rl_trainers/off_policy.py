@@ -372,8 +372,8 @@ class OffPolicyTrainer(RLTrainer):
         arguments = self.state, self._ring, np.zeros(()), np.int32(0), {**self.hparams(), **drawn}
         jax.eval_shape(functools.partial(self.learn_steps, 1), *arguments)
 
-    def hparams(self) -> dict[str, Any]:
-        """Numbers of the next epoch that are arguments of the compiled step."""
+    def hparams(self, after: int = 0) -> dict[str, Any]:
+        """See :meth:`rl_trainers.trainer.RLTrainer.hparams`; for the next epoch."""
         values: dict[str, Any] = {name: np.float32(getattr(self, name)) for name in self.hyperparameters}
         for trainer in self._trainers:
             values[trainer.name] = trainer.hparams(self._n_updates)

@@ -186,32 +186,70 @@ def unroll_scan(
     """
 
     def row(actor: ActorState, _):
-        action, dist_inputs, policy_state, key = act(
-            actor.observation, actor.policy_state, actor.needs_reset, actor.key
-        )
-        anew = actor.needs_reset
-        envs, observation, reward, terminated, truncated, info = native.step_or_reset(
-            env, actor.env_state, anew, actor.episode_length, to_env(action)
-        )
-        steps = TimeStep(
-            observation=actor.observation,
-            action=action,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            mask=(~anew).astype(jnp.float32),
-            dist_inputs=dist_inputs,
-            env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
-        )
-        total = actor.episode_return + steps.reward
-        count = actor.episode_length + steps.mask.astype(jnp.int32)
-        endings = Endings(total, count, steps.done)
-        total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
-        actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
-        return actor, (steps, endings)
+        return _row(env, act, actor, to_env)
 
     actor, (steps, endings) = jax.lax.scan(row, actor, length=unroll_length)
     return actor, Rollout(steps, actor.observation), endings
+
+
+def play_scan(
+    env, act: Act, actor: ActorState, limit: Any, to_env: Callable = lambda action: action
+) -> tuple[jax.Array, jax.Array]:
+    """Plays the first episode of each of ``B`` JAX environments; traced.
+
+    Args:
+        env: a :class:`rl_trainers.envs.native.JaxEnv`.
+        act: chooses the actions, see :data:`Act`; traced.
+        actor: right after a reset.
+        limit: i32 ``[]``, decisions after which an episode counts as over.
+        to_env: maps stored actions to what the environment receives; traced.
+
+    Returns:
+        ``(return f32 [B], length i32 [B])``.
+    """
+
+    def is_running(x):
+        return jnp.any(x[1])
+
+    def step(x):
+        actor, runs, returns, lengths = x
+        actor, (steps, _) = _row(env, act, actor, to_env)
+        returns = returns + jnp.where(runs, steps.reward, 0.0)
+        lengths = lengths + runs.astype(jnp.int32)
+        return actor, runs & ~steps.done & (lengths < limit), returns, lengths
+
+    runs = ~actor.needs_reset
+    start = (actor, runs, jnp.zeros(len(runs)), jnp.zeros(len(runs), jnp.int32))
+    return jax.lax.while_loop(is_running, step, start)[2:]
+
+
+def _row(
+    env, act: Act, actor: ActorState, to_env: Callable
+) -> tuple[ActorState, tuple[TimeStep, Endings]]:
+    """One vector step of :func:`unroll_scan`."""
+    action, dist_inputs, policy_state, key = act(
+        actor.observation, actor.policy_state, actor.needs_reset, actor.key
+    )
+    anew = actor.needs_reset
+    envs, observation, reward, terminated, truncated, info = native.step_or_reset(
+        env, actor.env_state, anew, actor.episode_length, to_env(action)
+    )
+    steps = TimeStep(
+        observation=actor.observation,
+        action=action,
+        reward=reward,
+        terminated=terminated,
+        truncated=truncated,
+        mask=(~anew).astype(jnp.float32),
+        dist_inputs=dist_inputs,
+        env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
+    )
+    total = actor.episode_return + steps.reward
+    count = actor.episode_length + steps.mask.astype(jnp.int32)
+    endings = Endings(total, count, steps.done)
+    total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
+    actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
+    return actor, (steps, endings)
 
 
 def _to_host(tree: PyTree) -> PyTree:

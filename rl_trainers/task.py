@@ -296,6 +296,49 @@ class RLTask:
             )
         return Episodes(returns, lengths)
 
+    def play_out(
+        self,
+        play: Callable[[int, int, int], tuple[Any, Any]],
+        n_episodes: int,
+        max_steps: int | None = None,
+        seed: int | None = None,
+    ) -> Episodes:
+        """:meth:`evaluate` by compiled loops, for JAX environments.
+
+        Args:
+            play: ``(B, seed, limit) -> (returns [B], lengths [B])``, plays one episode in each of B
+                environments; the limit is in decisions.
+            n_episodes: see :meth:`evaluate`.
+            max_steps: likewise.
+            seed: likewise.
+        """
+        _check_at_least(1, n_episodes=n_episodes, max_steps=max_steps)
+        limit = max_steps or self.time_limit or _MOST_EVAL_STEPS
+        seeds = np.random.SeedSequence(self._eval_seed if seed is None else seed)
+        num_envs = min(n_episodes, self.env.num_envs)
+        env_seeds = seeds.generate_state(-(-n_episodes // num_envs)) >> 1
+        rounds = [jax.device_get(play(num_envs, int(env_seed), limit)) for env_seed in env_seeds]
+        returns, lengths = (np.concatenate(x)[:n_episodes] for x in zip(*rounds, strict=True))
+        self.n_eval_interactions += int(sum(x.sum() for _, x in rounds))
+        return Episodes(returns.astype(np.float64), lengths.astype(np.int64))
+
+    def device_actor(self) -> ActorState:
+        """Where JAX environments stand, for a compiled loop that may consume it and calls :meth:`went_on`."""
+        return self.actor._replace(env_state=self.env.envs)
+
+    def went_on(self, actor: ActorState, n_interactions: int, n_trajectories: int) -> None:
+        """Takes over what a compiled loop did; the replay does not change.
+
+        Args:
+            actor: where the environments stand now.
+            n_interactions: decisions taken.
+            n_trajectories: trajectories finished.
+        """
+        self.env.put(actor.env_state, actor.needs_reset, actor.episode_length)
+        self.actor = actor._replace(env_state=())
+        self._n_interactions += n_interactions
+        self._n_trajectories += n_trajectories
+
     def collect_trajectories(
         self,
         policy: Policy,

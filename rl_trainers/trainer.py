@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
 import math
 import signal
 import threading
@@ -25,10 +26,14 @@ import numpy as np
 
 from rl_trainers import checkpoint, metrics, rollout, windows
 from rl_trainers.advantages import Estimator
+from rl_trainers.envs.native import DeviceEnv
+from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
 from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
+
+_log = logging.getLogger(__name__)
 
 _ELSEWHERE = {
     "learning_rate": ("lr_schedule", "policy_lr_schedule", "value_lr_schedule"),
@@ -53,6 +58,7 @@ _ELSEWHERE = {
 """What the arguments of stable-baselines3 are called here; the first that a trainer has is named."""
 
 _RECENT_EPISODES = 100
+_CALL_S = 0.2
 _ASIDE = 2**30
 
 
@@ -75,6 +81,7 @@ class RLTrainer:
 
     _saved_parts: tuple[str, ...] = ("train", "task", "loop")
     _is_sequence = False
+    _compiled_before = False
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class RLTrainer:
             task: the environment to train on and its replay.
             n_trajectories_per_epoch: trajectories to collect per epoch.
             n_interactions_per_epoch: vector rows times environments to collect per epoch. At most one of
-                the two may be given; with neither it is 2048.
+                the two may be given; with neither it is 2048, and at least 32 rows.
             n_eval_episodes: episodes to evaluate on after each epoch's training; 0 for none.
             eval_steps: step limits to evaluate with, ``None`` for the task's own.
             eval_temperatures: temperatures to evaluate at; 0 acts greedily.
@@ -140,7 +147,8 @@ class RLTrainer:
                 f"{n_interactions_per_epoch} exclude one another: give one"
             )
         if n_trajectories_per_epoch is None and n_interactions_per_epoch is None:
-            n_interactions_per_epoch = _nearest_multiple(2048, task.env.num_envs)
+            least = 32 * task.env.num_envs  # so that many environments are still looked at for a while
+            n_interactions_per_epoch = _nearest_multiple(max(2048, least), task.env.num_envs)
         if n_interactions_per_epoch is not None:
             _check_multiple("n_interactions_per_epoch", n_interactions_per_epoch, task.env.num_envs)
         if max_slice_length < 1:
@@ -158,6 +166,7 @@ class RLTrainer:
             )
             raise ValueError(f"offline=True: {why}; nearest valid value: False")
         self.task = task
+        self._n_replay_epochs = n_replay_epochs
         self.n_trajectories_per_epoch = n_trajectories_per_epoch
         self.n_interactions_per_epoch = n_interactions_per_epoch
         self.n_eval_episodes = n_eval_episodes
@@ -361,6 +370,16 @@ class RLTrainer:
         self._learn = compiled(self.learn, donate_argnums=0)
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
+        self._play = compiled(self._first_episodes, static_argnums=0)
+        self._acts_compiled = self._is_traceable()
+        self._iteration = Iteration(self, self._n_replay_epochs) if self._iterates() else None
+        self._kept: Any = ()
+        if self._iteration is not None:
+            self._epochs = compiled(self._iteration.epochs, donate_argnums=0)
+            self._epochs_per_call = 1
+            if not self.on_policy:
+                self._kept = self._iteration.first_kept()
+                self._saved_parts = (*self._saved_parts, "kept")
         # fold_in of a small number would give a key that splitting gives too.
         self._policy_key = jax.random.fold_in(key_train, _ASIDE)
         if self.output_dir is not None:
@@ -370,14 +389,74 @@ class RLTrainer:
         """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
         return ()
 
-    def hparams(self) -> dict[str, Any]:
-        """Numbers of the next epoch that are arguments of the compiled step."""
+    def hparams(self, after: int = 0) -> dict[str, Any]:
+        """Numbers of an epoch that are arguments of the compiled step.
+
+        Args:
+            after: epochs between now and that one.
+        """
         values: dict[str, Any] = {
             name: np.float32(getattr(self, name)) for name in self.hyperparameters
         }
         for trainer in self._trainers:
-            values[trainer.name] = trainer.hparams(self._epoch * trainer.n_steps)
+            values[trainer.name] = trainer.hparams((self._epoch + after) * trainer.n_steps)
         return values
+
+    def acting(self, params: PyTree, model_state: PyTree, temperature: Any) -> rollout.Act:
+        """The policy, for the unrolls of JAX environments; traced."""
+        temperature = jnp.float32(temperature)
+
+        def act(observation, policy_state, needs_reset, key):
+            action, dist_inputs, key = rollout.act(
+                self.policy_apply,
+                self.task.distribution,
+                params,
+                model_state,
+                self._see(observation),
+                key,
+                temperature,
+            )
+            return action, dist_inputs, policy_state, key
+
+        return act
+
+    def _first_episodes(
+        self,
+        num_envs: int,
+        params: PyTree,
+        model_state: PyTree,
+        temperature: Any,
+        limit: Any,
+        keys: tuple[Any, Any],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Plays one episode in each of ``num_envs`` JAX environments, static; keys of those and of acting."""
+        env: Any = self.task.eval_env
+        env = env.functions
+        actor = rollout.start_scan(env, num_envs, *keys)
+        act = self.acting(params, model_state, temperature)
+        return rollout.play_scan(env, act, actor, limit, self.task.distribution.to_env)
+
+    def _is_traceable(self) -> bool:
+        """Whether acting can be part of a compiled loop."""
+        if not isinstance(self.task.env, DeviceEnv) or self._is_sequence:
+            return False
+        try:
+            jax.eval_shape(self._see, self.task.actor.observation)
+        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError):
+            _log.warning("timestep_to_np is not made of JAX functions, so vector steps are single calls")
+            return False
+        return True
+
+    def _iterates(self) -> bool:
+        """Whether epochs are compiled as a whole, see :mod:`rl_trainers.iteration`."""
+        cls = type(self)
+        own_loop = any(
+            getattr(cls, name) is not getattr(RLTrainer, name)
+            for name in ("_collect_and_train", "_collect", "_stored", "train_epoch")
+        )
+        streams = any(trainer.inputs for trainer in self._trainers)
+        counted = self.n_interactions_per_epoch is not None and not (self.offline or self.only_eval)
+        return counted and not own_loop and not streams and self._acts_compiled
 
     # The loop.
 
@@ -428,11 +507,15 @@ class RLTrainer:
     def _run_epochs(self, last: int, display: metrics.Progress | None) -> None:
         saved_s = time.monotonic()
         while self._epoch < last and not self._stopped:
-            record = self._run_epoch()
-            if display is not None:
-                display.update(record)
-            if self.on_epoch is not None:
-                self.on_epoch(record)
+            if self._iteration is None:
+                records = [self._run_epoch()]
+            else:
+                records = self._iterate(self._iteration, last - self._epoch)
+            for record in records:
+                if display is not None:
+                    display.update(record)
+                if self.on_epoch is not None:
+                    self.on_epoch(record)
             if time.monotonic() - saved_s > self.checkpoint_interval_s:
                 self.save()
                 saved_s = time.monotonic()
@@ -446,9 +529,50 @@ class RLTrainer:
         episodes, fresh, result = self._collect_and_train()
         if fresh is not None and jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, fresh))
+        counts = {
+            "avg_return": _mean(episodes.returns),
+            "avg_length": _mean(episodes.lengths),
+            "n_trajectories": len(episodes.returns),
+        }
+        return self._finish_epoch(start, counts, episodes.returns, result)
+
+    def _iterate(self, iteration: Iteration, n_left: int) -> list[dict[str, float]]:
+        """Runs compiled epochs, as many as take about a fifth of a second; their records."""
+        watched = self.n_eval_episodes or self.on_epoch is not None
+        n = 1 if watched else min(n_left, self._epochs_per_call)
+        numbers = [{**self.hparams(i), "epoch": np.int32(self._epoch + 1 + i)} for i in range(n)]
+        start = time.perf_counter()
+        carry = Carry(self.state, self.task.device_actor(), self._kept)
+        carry, reports = self._epochs(carry, np.int32(n), stacked(numbers))
+        self.state, actor, self._kept = carry
+        reports = jax.device_get(reports)
+        seconds = (time.perf_counter() - start) / n
+        if self._compiled_before:
+            self._epochs_per_call = min(MOST_EPOCHS, max(1, int(_CALL_S / seconds)))
+        self._compiled_before = True
+        records = []
+        for i in range(n):
+            report = jax.tree.map(lambda x: x[i], reports)  # noqa: B023
+            self.task.went_on(actor, int(report.n_interactions), int(report.n_trajectories))
+            n_episodes = int(report.n_episodes)
+            counts = {
+                "avg_return": float(report.return_sum) / n_episodes if n_episodes else math.nan,
+                "avg_length": float(report.length_sum) / n_episodes if n_episodes else math.nan,
+                "n_trajectories": n_episodes,
+            }
+            result = {name: float(value) for name, value in report.metrics.items()}
+            latest = report.latest[np.isfinite(report.latest)][::-1]
+            began = time.perf_counter() - seconds
+            records.append(self._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result}))
+        return records
+
+    def _finish_epoch(
+        self, start: float, counts: dict[str, float], returns: Any, result: dict[str, float]
+    ) -> dict[str, float]:
+        """Counts an epoch that began at ``start``, evaluates, and writes its record."""
         self._epoch += 1
-        self._recent.extend(episodes.returns)
-        self._avg_returns.append(_mean(episodes.returns))
+        self._recent.extend(returns)
+        self._avg_returns.append(counts["avg_return"])
         evaluation = self._evaluate_epoch()
         self._wall_s += time.perf_counter() - start
         env_steps = self.task.n_interactions()
@@ -457,10 +581,10 @@ class RLTrainer:
             "env_steps": env_steps,
             "wall_s": self._wall_s,
             "steps_per_s": env_steps / self._wall_s,
-            "avg_return": self._avg_returns[-1],
+            "avg_return": counts["avg_return"],
             "recent_return": _mean(self._recent),
-            "avg_length": _mean(episodes.lengths),
-            "n_trajectories": len(episodes.returns),
+            "avg_length": counts["avg_length"],
+            "n_trajectories": counts["n_trajectories"],
             "compilations": metrics.compilations().programs,
             "compile_s": metrics.compilations().seconds,
             **evaluation,
@@ -575,14 +699,26 @@ class RLTrainer:
         Returns:
             Returns and lengths of the episodes.
         """
+        seed = self.seed + self._epoch
+        key = jax.random.fold_in(jax.random.PRNGKey(self.seed), _ASIDE + self._epoch)
+        eval_env = self.task.eval_env  # made here, since it cannot be made while a program is traced
+        if self._acts_compiled:
+            play = functools.partial(self._play_one_each, np.float32(temperature), key)
+            return self.task.play_out(play, n_episodes, max_steps, seed)
         return self.task.evaluate(
             self._actor(temperature),
             n_episodes,
             max_steps=max_steps,
-            seed=self.seed + self._epoch,
-            key=jax.random.fold_in(jax.random.PRNGKey(self.seed), _ASIDE + self._epoch),
-            policy_state=self._no_window(self.task.eval_env.num_envs),
+            seed=seed,
+            key=key,
+            policy_state=self._no_window(eval_env.num_envs),
         )
+
+    def _play_one_each(self, temperature: Any, key: Any, num_envs: int, env_seed: int, limit: int) -> tuple:
+        key_env = jax.random.PRNGKey(env_seed)
+        keys = key_env, jax.random.fold_in(key, env_seed)
+        model = self.state.params, self.state.model_state
+        return self._play(num_envs, *model, temperature, np.int32(limit), keys)
 
     def _evaluate_epoch(self) -> dict[str, float]:
         result: dict[str, float] = {}
@@ -651,12 +787,20 @@ class RLTrainer:
         }
         # Copies, since the next epoch consumes the buffers of the state.
         train = jax.tree.map(np.array, self.state)
-        return {"train": train, "task": self.task.state_dict(), "loop": loop}
+        tree = {"train": train, "task": self.task.state_dict(), "loop": loop}
+        if "kept" in self._saved_parts:
+            kept = enumerate(jax.tree.leaves(self._kept))
+            tree["kept"] = {f"kept_{i}": np.array(x) for i, x in kept}
+        return tree
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned."""
         self.state = jax.tree.map(jnp.array, tree["train"])
         self.task.load_state_dict(tree["task"])
+        if "kept" in self._saved_parts:
+            like, structure = jax.tree.flatten(self._kept)
+            leaves = [jnp.array(tree["kept"][f"kept_{i}"]) for i in range(len(like))]
+            self._kept = jax.tree.unflatten(structure, leaves)
         loop = tree["loop"]
         self._epoch = int(loop["epoch"])
         self._wall_s = float(loop["wall_s"])

@@ -1,0 +1,211 @@
+"""Whole epochs as one compiled program, for JAX environments: unroll, keep, learn, gather.
+
+The parts are those that epochs over environments in Python have too; only the loop around them is here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl_trainers import replay, rollout
+from rl_trainers.rollout import Endings
+from rl_trainers.types import ActorState, PyTree, Rollout, TrainState
+
+if TYPE_CHECKING:
+    from rl_trainers.trainer import RLTrainer
+
+MOST_EPOCHS = 32
+"""Epochs of one call at most."""
+
+N_LATEST = 100
+"""Newest returns that a :class:`Report` names."""
+
+
+class Kept(NamedTuple):
+    """Rows to train on, the oldest first.
+
+    Attributes:
+        rollout: ``[C, B]``; rows that are not filled, or too old, have mask 0.
+        epoch: i32 ``[C]``.
+    """
+
+    rollout: Rollout
+    epoch: Any
+
+
+class Carry(NamedTuple):
+    """What an epoch begins with.
+
+    Attributes:
+        state: parameters and what belongs to them.
+        actor: where the environments stand.
+        kept: :class:`Kept`; ``()`` for on-policy trainers.
+    """
+
+    state: TrainState
+    actor: ActorState
+    kept: Any = ()
+
+
+class Report(NamedTuple):
+    """What an epoch brought.
+
+    Attributes:
+        metrics: f32 ``[]`` by name.
+        n_interactions: i32 ``[]``, decisions taken.
+        n_trajectories: i32 ``[]``, trajectories finished.
+        n_episodes: i32 ``[]``, episodes that ended.
+        return_sum: f32 ``[]``, of those.
+        length_sum: f32 ``[]``, likewise.
+        latest: f32 ``[100]``, the newest of their returns, the newest first; NaN fills up.
+    """
+
+    metrics: dict[str, Any]
+    n_interactions: Any
+    n_trajectories: Any
+    n_episodes: Any
+    return_sum: Any
+    length_sum: Any
+    latest: Any
+
+
+def report(metrics: dict, steps: Any, endings: Endings, max_steps: int | None) -> Report:
+    """Counts an unroll ``[T, B]``; traced.
+
+    Args:
+        metrics: of the training that followed it.
+        steps: facts.
+        endings: the episodes that ended.
+        max_steps: decisions after which a trajectory is cut while its episode goes on; ``None``: never.
+    """
+    decided, ended = steps.mask > 0, endings.mask
+    n_episodes = jnp.sum(ended)
+    cut = jnp.int32(0)
+    if max_steps is not None:
+        cut = jnp.sum(decided & ~ended & (endings.lengths % max_steps == 0))
+    index = jnp.nonzero(ended.reshape(-1)[::-1], size=N_LATEST, fill_value=-1)[0]
+    latest = endings.returns.reshape(-1)[::-1][index]
+    return Report(
+        metrics=metrics,
+        n_interactions=jnp.sum(decided),
+        n_trajectories=n_episodes + cut,
+        n_episodes=n_episodes,
+        return_sum=jnp.sum(jnp.where(ended, endings.returns, 0.0)),
+        length_sum=jnp.sum(jnp.where(ended, endings.lengths, 0).astype(jnp.float32)),
+        latest=jnp.where(index >= 0, latest, jnp.nan),
+    )
+
+
+def keep_stored(data: Rollout, epoch: np.ndarray, size: int) -> Kept:
+    """What a replay on the host holds, as :class:`Kept`.
+
+    Args:
+        data: host arrays ``[C, B]``, stored rows first, see :func:`rl_trainers.replay.ordered`.
+        epoch: i32 ``[size]``.
+        size: rows stored.
+    """
+    capacity = len(data.steps.mask)
+    steps = data.steps._replace(return_=None)
+    if size:
+        # A row without a decision holds the successor of the last one.
+        end = jax.tree.map(lambda x: np.zeros_like(x[:1]), steps)
+        end = end._replace(observation=jax.tree.map(lambda x: x[None], data.last_observation))
+        steps = jax.tree.map(lambda x, y: np.concatenate([x[size:], x[:size], y]), steps, end)
+        epoch = np.concatenate([np.full(capacity - size, -1), epoch, epoch[-1:]])
+    else:
+        epoch = np.full(capacity, -1)
+    return Kept(data._replace(steps=steps, policy_version=0), epoch.astype(np.int32))
+
+
+def keep(kept: Kept, data: Rollout, epoch: Any, n_replay_epochs: int) -> Kept:
+    """Takes in an epoch's rows ``[T, B]`` and lets go of the oldest; traced.
+
+    Args:
+        kept: consumed.
+        data: facts.
+        epoch: i32 ``[]``.
+        n_replay_epochs: newest epochs whose rows count.
+    """
+    length = len(data.steps.mask)
+    steps = jax.tree.map(
+        lambda old, new: jnp.concatenate([old[length:], new]), kept.rollout.steps, data.steps
+    )
+    epochs = jnp.concatenate([kept.epoch[length:], jnp.full(length, epoch, jnp.int32)])
+    wanted = (epochs > epoch - n_replay_epochs).astype(jnp.float32)
+    steps = steps._replace(mask=steps.mask * wanted[:, None])
+    return Kept(Rollout(steps, data.last_observation, kept.rollout.policy_version), epochs)
+
+
+class Iteration:
+    """The epochs of a trainer.
+
+    Args:
+        trainer: one of a task with JAX environments, whose epochs are counted in interactions.
+        n_replay_epochs: see :func:`keep`.
+    """
+
+    def __init__(self, trainer: RLTrainer, n_replay_epochs: int):
+        self._trainer, self._n_replay_epochs = trainer, n_replay_epochs
+        task = trainer.task
+        self._env, self._to_env = task.env.functions, task.distribution.to_env
+        self._unroll_length = (trainer.n_interactions_per_epoch or 0) // task.env.num_envs
+
+    def first_kept(self) -> Any:
+        """What the task has stored at the start of a run, for trainers that learn from it."""
+        stored: replay.Replay = self._trainer.task.replay
+        if self._trainer.on_policy:
+            return ()
+        epoch = stored.epoch[stored.rows(np.arange(stored.size))]
+        return keep_stored(self._trainer.task.replayed(), epoch, stored.size)
+
+    def epoch(self, carry: Carry, hparams: dict) -> tuple[Carry, Report]:
+        """One epoch; traced.
+
+        Args:
+            carry: consumed.
+            hparams: see :meth:`rl_trainers.trainer.RLTrainer.hparams`, and ``epoch`` i32, counted from 1.
+        """
+        trainer, (state, actor, kept) = self._trainer, carry
+        act = trainer.acting(state.params, state.model_state, trainer.collect_temperature)
+        actor, data, endings = rollout.unroll_scan(
+            self._env, act, actor, self._unroll_length, self._to_env
+        )
+        seen = trained = trainer._see_rollout(data._replace(policy_version=state.step))
+        if not trainer.on_policy:
+            kept = keep(kept, data, hparams["epoch"], self._n_replay_epochs)
+            trained = trainer._see_rollout(kept.rollout)
+        state, metrics = trainer.learn(state, trained, hparams)
+        state = state._replace(model_state=trainer.gather(state, seen))
+        counts = report(metrics, data.steps, endings, trainer.task.max_steps)
+        return Carry(state, actor, kept), counts
+
+    def epochs(self, carry: Carry, n: Any, hparams: PyTree) -> tuple[Carry, Report]:
+        """Several epochs; traced.
+
+        Args:
+            carry: consumed.
+            n: i32 ``[]``, how many; up to :data:`MOST_EPOCHS`.
+            hparams: with a leading axis of that length.
+
+        Returns:
+            ``(carry, report)``; the report has the same leading axis, of which the first ``n`` count.
+        """
+
+        def step(i, x):
+            carry, reports = x
+            carry, one = self.epoch(carry, jax.tree.map(lambda h: h[i], hparams))
+            return carry, jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, one)
+
+        shapes = jax.eval_shape(self.epoch, carry, jax.tree.map(lambda h: h[0], hparams))[1]
+        reports = jax.tree.map(lambda x: jnp.zeros((MOST_EPOCHS, *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, n, step, (carry, reports))
+
+
+def stacked(hparams: list[dict]) -> dict:
+    """Numbers of successive epochs, with a leading axis of :data:`MOST_EPOCHS`; the last fill up."""
+    filled = hparams + hparams[-1:] * (MOST_EPOCHS - len(hparams))
+    return jax.tree.map(lambda *xs: np.stack(xs), *filled)

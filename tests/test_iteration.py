@@ -1,0 +1,237 @@
+"""Compiled epochs over JAX environments against epochs that step them row by row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_trainers import A2C, AWR, PPO, RWR, A2CJoint, AWRJoint, PPOJoint, RLTask, metrics, models
+from rl_trainers.envs import DeviceEnv, probe_jax
+from rl_trainers.iteration import keep, keep_stored, report
+from rl_trainers.rollout import Endings
+from rl_trainers.trainer import RLTrainer
+from rl_trainers.types import EnvInfo, Rollout, TimeStep
+
+ON_POLICY = {
+    PPOJoint: {"batch_size": 16, "train_steps_per_epoch": 8},
+    A2CJoint: {"batch_size": 16},
+    PPO: {"value_train_steps_per_epoch": 4, "policy_train_steps_per_epoch": 4},
+    A2C: {"value_train_steps_per_epoch": 4},
+}
+OFF_POLICY = {
+    AWRJoint: {"batch_size": 16, "train_steps_per_epoch": 8},
+    AWR: {"value_train_steps_per_epoch": 4, "policy_train_steps_per_epoch": 4},
+    RWR: {"policy_train_steps_per_epoch": 4},
+}
+
+
+def task(**kwargs):
+    return RLTask(probe_jax.counting(7, truncates=True), **{"num_envs": 4, "gamma": 0.9, "seed": 3, **kwargs})
+
+
+def make(cls, options, **kwargs):
+    return cls(task(**kwargs), n_interactions_per_epoch=64, seed=1, **options)
+
+
+def row_by_row(monkeypatch, *arguments, **kwargs):
+    with monkeypatch.context() as patch:
+        patch.setattr(RLTrainer, "_iterates", lambda self: False)
+        return make(*arguments, **kwargs)
+
+
+def difference(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a, float) - np.asarray(b, float)))) for a, b in pairs)
+
+
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_compiled_epochs_equal_those_row_by_row(cls, monkeypatch):
+    options = {**ON_POLICY[cls], "n_eval_episodes": 0}
+    compiled, plain = make(cls, options), row_by_row(monkeypatch, cls, options)
+    compiled.run(3)
+    plain.run(3)
+
+    assert compiled._iteration is not None and plain._iteration is None
+    assert difference(compiled.state.params, plain.state.params) < 1e-5
+    assert compiled.task.n_interactions() == plain.task.n_interactions()
+    assert compiled.task.n_trajectories() == plain.task.n_trajectories()
+    np.testing.assert_allclose(compiled.avg_returns, plain.avg_returns, rtol=1e-6)
+    np.testing.assert_allclose(compiled._recent, plain._recent, rtol=1e-6)
+    for name in ("observation", "needs_reset", "key", "episode_return", "episode_length"):
+        assert difference(getattr(compiled.task.actor, name), getattr(plain.task.actor, name)) == 0
+
+
+@pytest.mark.parametrize("cls", OFF_POLICY)
+def test_rows_kept_on_the_device_are_those_of_the_replay(cls, monkeypatch):
+    options = {"n_replay_epochs": 2, **OFF_POLICY[cls]}
+    compiled = make(cls, options, initial_trajectories=3)
+    plain = row_by_row(monkeypatch, cls, options, initial_trajectories=3)
+    compiled.run(1)
+    plain.run(1)
+    kept, stored = compiled._kept.rollout.steps, plain.task.replayed().steps
+    decided = [np.asarray(x.mask) > 0 for x in (kept, stored)]
+    for b in range(4):
+        ours, theirs = kept.reward[decided[0][:, b], b], stored.reward[decided[1][:, b], b]
+        np.testing.assert_array_equal(ours, theirs)
+    assert (compiled._kept.epoch[decided[0].any(1)] >= 0).all()
+
+    compiled.run(2)
+    epoch = np.asarray(compiled._kept.epoch)
+    mask = np.asarray(compiled._kept.rollout.steps.mask)
+    assert mask[epoch < 2].sum() == 0 and mask[epoch >= 2].sum() > 100
+
+
+def steps_of(mask, done):
+    mask = jnp.array(mask, jnp.float32)
+    nothing = jnp.zeros_like(mask)
+    done = jnp.array(done, bool)
+    ones = EnvInfo(jnp.ones_like(mask), jnp.ones_like(mask))
+    return TimeStep(nothing, nothing, nothing, done, jnp.zeros_like(done), mask, env_info=ones)
+
+
+def test_a_report_counts_what_happened():
+    done = [[0, 1], [0, 0], [1, 0]]
+    steps = steps_of([[1, 1], [1, 0], [1, 1]], done)
+    endings = Endings(
+        jnp.array([[1.0, 5.0], [2.0, 0.0], [3.0, 1.0]]),
+        jnp.array([[1, 4], [2, 0], [3, 1]]),
+        jnp.array(done, bool),
+    )
+    counts = report({}, steps, endings, None)
+    assert (counts.n_interactions, counts.n_trajectories, counts.n_episodes) == (5, 2, 2)
+    assert (counts.return_sum, counts.length_sum) == (8.0, 7.0)
+    np.testing.assert_array_equal(counts.latest[:3], [3.0, 5.0, np.nan])
+    assert counts.latest.shape == (100,)
+
+    # Cut after 2 decisions, and after 4: the latter ended there anyway.
+    assert report({}, steps, endings, 2).n_trajectories == 3
+
+
+def test_rows_are_kept_for_as_many_epochs_as_asked_for():
+    def rollout(value, n):
+        steps = steps_of(np.ones((n, 1)), np.zeros((n, 1)))
+        return Rollout(steps._replace(reward=jnp.full((n, 1), value)), jnp.full(1, 9.0))
+
+    data = rollout(0.0, 5)
+    data = data._replace(steps=data.steps._replace(mask=np.array([[1], [1], [0], [0], [0]], np.float32)))
+    kept = keep_stored(jax.tree.map(np.asarray, data), np.array([0, 0]), 2)
+    np.testing.assert_array_equal(kept.epoch, [-1, -1, -1, 0, 0, 0])
+    np.testing.assert_array_equal(kept.rollout.steps.mask[:, 0], [0, 0, 0, 1, 1, 0])
+    assert kept.rollout.steps.observation[5, 0] == 9.0
+
+    kept = keep(kept, rollout(1.0, 2), 1, 2)
+    np.testing.assert_array_equal(kept.epoch, [-1, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(kept.rollout.steps.mask[:, 0], [0, 1, 1, 0, 1, 1])
+    kept = keep(kept, rollout(2.0, 2), 2, 2)
+    np.testing.assert_array_equal(kept.epoch, [0, 0, 1, 1, 2, 2])
+    np.testing.assert_array_equal(kept.rollout.steps.mask[:, 0], [0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(kept.rollout.steps.reward[2:, 0], [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("cls", [PPOJoint, AWR])
+def test_a_continued_run_equals_an_uninterrupted_one(cls, tmp_path):
+    options = {**ON_POLICY, **OFF_POLICY}[cls]
+    whole = make(cls, options)
+    whole.run(4)
+    first = make(cls, {**options, "output_dir": str(tmp_path)})
+    first.run(2)
+    first.close()
+    second = make(cls, {**options, "output_dir": str(tmp_path)})
+    assert second.current_epoch == 2
+    second.run(2)
+    second.close()
+
+    assert difference(second.state_dict(), whole.state_dict() | {"loop": second.state_dict()["loop"]}) == 0
+    assert second.avg_returns == whole.avg_returns
+
+
+def test_nothing_compiles_after_the_second_epoch():
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint])
+    trainer.run(2)
+    before = metrics.compilations().programs
+    trainer.run(40)
+    assert metrics.compilations().programs == before
+    assert trainer._epochs_per_call > 1
+    assert trainer.current_epoch == len(trainer.avg_returns) == 42
+
+
+def test_several_epochs_of_a_call_equal_single_ones():
+    together, alone = (make(PPOJoint, ON_POLICY[PPOJoint]) for _ in range(2))
+    together._epochs_per_call = 5
+    together.run(5)
+    alone.on_epoch = lambda record: None
+    alone.run(5)
+    assert difference(together.state, alone.state) == 0
+    assert together.avg_returns == alone.avg_returns
+
+
+def test_evaluation_plays_the_first_episode_of_each_environment():
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint])
+    before = jax.tree.map(np.array, trainer.task.actor)
+    episodes = trainer.evaluate(6)
+    assert len(episodes.returns) == 6
+    np.testing.assert_array_equal(episodes.lengths, np.full(6, 7))
+    assert trainer.task.n_eval_interactions == 8 * 7  # two rounds of four environments
+    np.testing.assert_array_equal(trainer.evaluate(3, max_steps=5).lengths, [5, 5, 5])
+    assert difference(before, trainer.task.actor) == 0
+
+
+def test_evaluation_equals_that_of_single_rows():
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint])
+    compiled = trainer.evaluate(4)
+    trainer._acts_compiled = False
+    plain = trainer.evaluate(4)
+    np.testing.assert_array_equal(compiled.lengths, plain.lengths)
+    np.testing.assert_array_equal(compiled.returns, plain.returns)
+
+
+def test_a_hook_that_is_not_traceable_steps_rows():
+    def to_numpy(steps):
+        return steps._replace(observation=np.asarray(steps.observation) * 2)
+
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint], timestep_to_np=to_numpy)
+    assert trainer._iteration is None
+    trainer.run(1)
+    assert trainer.task.n_interactions() > 0
+
+
+def test_a_traceable_hook_is_compiled():
+    def double(steps):
+        return steps._replace(observation=steps.observation * 2)
+
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint], timestep_to_np=double)
+    assert trainer._iteration is not None
+    trainer.run(1)
+
+
+def test_normaliser_statistics_are_those_of_all_rows(monkeypatch):
+    model = functools.partial(models.PolicyAndValue, normalizer=models.Normalize)
+    options = {**ON_POLICY[PPOJoint], "joint_model": model}
+    compiled, plain = make(PPOJoint, options), row_by_row(monkeypatch, PPOJoint, options)
+    compiled.run(2)
+    plain.run(2)
+    assert jax.tree.leaves(compiled.state.model_state)
+    assert difference(compiled.state.model_state, plain.state.model_state) < 1e-5
+
+
+def test_a_device_env_goes_on_from_its_snapshot():
+    env = DeviceEnv(probe_jax.counting(3), 2)
+    env.reset(5)
+    env.step(np.zeros(2, np.int32))
+    saved = env.snapshot()
+    expected = [env.step(np.zeros(2, np.int32)) for _ in range(4)]
+    other = DeviceEnv(probe_jax.counting(3), 2)
+    assert other.restore(saved)
+    for step in expected:
+        assert difference(other.step(np.zeros(2, np.int32)), step) == 0
+    with pytest.raises(ValueError, match="3 environments"):
+        DeviceEnv(probe_jax.counting(3), 3).restore(saved)
+
+
+def test_what_is_for_python_environments_is_refused():
+    with pytest.raises(ValueError, match="num_stacked_frames=4.*nearest valid value: 1"):
+        RLTask(probe_jax.counting(3), num_stacked_frames=4)
+    with pytest.raises(ValueError, match="backend='async'.*nearest valid value: 'auto'"):
+        RLTask(probe_jax.counting(3), backend="async")
