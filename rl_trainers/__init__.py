@@ -53,6 +53,7 @@ from rl_trainers.policy_trainer import (  # noqa: E402
 )
 from rl_trainers.sac import DDPG, SAC, TD3  # noqa: E402
 from rl_trainers.task import RLTask  # noqa: E402
+from rl_trainers.together import run_together  # noqa: E402
 from rl_trainers.trainer import RLTrainer  # noqa: E402
 from rl_trainers.value_trainer import DQN, ValueTrainer  # noqa: E402
 
@@ -84,4 +85,5 @@ __all__ = [
     "losses",
     "models",
     "optimizers",
+    "run_together",
 ]

@@ -7,17 +7,22 @@ do not exist, and bindings that this run would not use, stop it with the nearest
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
+import functools
 import inspect
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import gin
@@ -27,6 +32,8 @@ from etils import epath
 
 import rl_trainers
 from rl_trainers import distributions, metrics, models
+from rl_trainers.envs.native import is_jax_env
+from rl_trainers.together import run_together
 from rl_trainers.trainer import parameters
 
 _log = logging.getLogger(__name__)
@@ -276,6 +283,8 @@ def _write_config(directory: epath.Path, trainer: rl_trainers.RLTrainer) -> None
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.n_seeds is not None or arguments.sweep:
+        return _train_many(arguments)
     bindings = list(arguments.config)
     config = epath.Path(arguments.output_dir) / _CONFIG
     files = list(arguments.config_file)
@@ -284,10 +293,7 @@ def _train(arguments: argparse.Namespace) -> int:
         bindings += [f"seed = {arguments.seed}", "RLTask.seed = %seed"]
     if not (files or own or bindings):
         raise FileNotFoundError(f"{arguments.output_dir} holds no run yet: give --config_file")
-    parse(files, bindings, arguments.allow_unused, own)
-    if arguments.seed is not None:
-        trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
-        gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)
+    _parse_seeded(files, bindings, arguments, own)
     trainer = train(arguments.output_dir)
     n_epochs = _bound("train", "n_epochs", 100)
     if trainer.current_epoch < n_epochs:
@@ -297,6 +303,138 @@ def _train(arguments: argparse.Namespace) -> int:
         _report(trainer, arguments.output_dir)
     trainer.close()
     return 0
+
+
+def _parse_seeded(
+    files: Sequence[str], bindings: Sequence[str], arguments: argparse.Namespace, own: str | None = None
+) -> None:
+    """:func:`parse`, where ``bindings`` may have a macro ``seed`` that the trainer takes too."""
+    parse(files, bindings, arguments.allow_unused, own)
+    if any(binding.startswith("seed = ") for binding in bindings):
+        trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
+        gin.parse_config([f"{trainer_name}.seed = %seed"], skip_unknown=False)
+
+
+# Many runs.
+
+
+class Member(NamedTuple):
+    """One of many runs.
+
+    Attributes:
+        name: of its directory.
+        bindings: what it has beside the configuration.
+        seed: of the environments and of training.
+    """
+
+    name: str
+    bindings: list[str]
+    seed: int
+
+
+def members(sweeps: Sequence[str], first_seed: int, n_seeds: int) -> list[Member]:
+    """Every combination of the values to try, with every seed.
+
+    Args:
+        sweeps: bindings to lists of numbers, such as ``'PPOJoint.epsilon = [0.1, 0.2]'``.
+        first_seed: the others follow.
+        n_seeds: how many.
+
+    Raises:
+        ValueError: a binding is not to a list of numbers, or ``n_seeds`` is not positive.
+    """
+    if n_seeds < 1:
+        raise ValueError(f"n_seeds={n_seeds} must be at least 1")
+    axes = []
+    for sweep in sweeps:
+        name, _, text = sweep.partition("=")
+        name = name.strip()
+        try:
+            values = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            values = None
+        numbers = isinstance(values, (list, tuple)) and all(isinstance(x, (int, float)) for x in values)
+        if not numbers or not values:
+            raise ValueError(f"--sweep {sweep!r} must bind a list of numbers, such as 'A.b = [0.1, 0.2]'")
+        axes.append([(f"{name.rpartition('.')[2]}_{x:g}", f"{name} = {x!r}") for x in values])
+    found = []
+    for setting in itertools.product(*axes):
+        for seed in range(first_seed, first_seed + n_seeds):
+            name = "-".join([*(part for part, _ in setting), f"seed_{seed}"])
+            found.append(Member(name, [binding for _, binding in setting], seed))
+    return found
+
+
+def _train_many(arguments: argparse.Namespace) -> int:
+    """Trains all members in one program if their epochs are compiled, else in processes."""
+    all_ = members(arguments.sweep, arguments.seed or 0, arguments.n_seeds or 1)
+    root = epath.Path(arguments.output_dir)
+    base = list(arguments.config_file), list(arguments.config)
+    _parse_seeded(base[0], [*base[1], *all_[0].bindings], arguments)
+    trainers = _compiled_members(arguments, all_) if is_jax_env(_bound("RLTask", "env", "")) else []
+    if trainers:
+        n_epochs, progress = _bound("train", "n_epochs", 100), _bound("train", "progress", True)
+        newest = max(trainer.current_epoch for trainer in trainers)
+        for trainer in trainers:  # one that was killed while it saved has to catch up
+            trainer.run(newest, n_epochs_is_total_epochs=True)
+        distinct = dict(zip((tuple(member.bindings) for member in all_), trainers, strict=True))
+        run_together(trainers, n_epochs, True, list(distinct.values()), progress)
+        for trainer in trainers:
+            trainer.close()
+    else:
+        with ThreadPoolExecutor(arguments.workers) as pool:
+            list(pool.map(functools.partial(_train_member, arguments), all_))
+    _report_many(root, [member.name for member in all_])
+    return 0
+
+
+def _compiled_members(
+    arguments: argparse.Namespace, all_: Sequence[Member]
+) -> list[rl_trainers.RLTrainer]:
+    """The trainers of the members; none if their epochs are not compiled as a whole."""
+    trainers: list[rl_trainers.RLTrainer] = []
+    for member in all_:
+        seeded = [*member.bindings, f"seed = {member.seed}", "RLTask.seed = %seed"]
+        _parse_seeded(arguments.config_file, [*arguments.config, *seeded], arguments)
+        directory = epath.Path(arguments.output_dir) / member.name
+        make = _bound("train", "trainer", rl_trainers.PPOJoint)
+        trainers.append(make(_task(), output_dir=str(directory)))
+        if not trainers[0].compiles_epochs:
+            trainers[0].close()
+            return []
+        _write_config(directory, trainers[-1])
+    return trainers
+
+
+def _train_member(arguments: argparse.Namespace, member: Member) -> None:
+    """Trains one member in a process of its own, with one thread for its numerics if others run beside it."""
+    command = [sys.executable, "-m", "rl_trainers.cli", "train", "--seed", str(member.seed)]
+    command += ["--output_dir", str(epath.Path(arguments.output_dir) / member.name)]
+    command += [word for path in arguments.config_file for word in ("--config_file", path)]
+    bindings = [*arguments.config, *member.bindings, "train.progress = False"]
+    command += [word for binding in bindings for word in ("--config", binding)]
+    command += ["--allow_unused"] * arguments.allow_unused
+    environment = dict(os.environ)
+    if arguments.workers > 1:
+        environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{member.name} failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def _report_many(root: epath.Path, names: Sequence[str]) -> None:
+    groups: dict[str, list[float]] = {}
+    for name in names:
+        value = metrics.read_curve(root / name)["recent_return"][-1]
+        groups.setdefault(name.rpartition("seed_")[0].rstrip("-"), []).append(value)
+    print("\nmean return of the last 100 training episodes")
+    for setting, values in groups.items():
+        iqm = metrics.interquartile_mean(values)
+        of = f"{len(values)} seeds" if len(values) > 1 else "1 seed"
+        print(f"{setting:<16} interquartile mean {iqm:.1f} of {of}, worst {min(values):.1f}")
+    picture = root / "curves.png"
+    metrics.plot_curves([root / name for name in names], picture, "recent_return")
+    print(f"learning curves  {picture}\nevaluate one     {_command()} eval {root / names[0]}")
 
 
 def _command() -> str:
@@ -365,6 +503,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", action="append", default=[], help="gin binding; may be repeated")
     sub.add_argument("--output_dir", required=True, help="where everything about the run goes")
     sub.add_argument("--seed", type=int, help="of the environments and of training")
+    sub.add_argument("--n_seeds", type=int, help="train this many, from --seed (0) on, in OUTPUT_DIR/seed_..")
+    sub.add_argument(
+        "--sweep", action="append", default=[], help="a binding to a list of numbers to try; may be repeated"
+    )
+    sub.add_argument("--workers", type=int, default=1, help="of many runs on Python environments, at a time")
     sub.add_argument("--allow_unused", action="store_true", help="accept bindings without effect")
     sub.set_defaults(run=_train)
     sub = commands.add_parser("eval", help="evaluate a run's newest checkpoint")

@@ -118,7 +118,7 @@ def keep_stored(data: Rollout, epoch: np.ndarray, size: int) -> Kept:
         epoch = np.concatenate([np.full(capacity - size, -1), epoch, epoch[-1:]])
     else:
         epoch = np.full(capacity, -1)
-    return Kept(data._replace(steps=steps, policy_version=0), epoch.astype(np.int32))
+    return Kept(data._replace(steps=steps, policy_version=np.int32(0)), epoch.astype(np.int32))
 
 
 def keep(kept: Kept, data: Rollout, epoch: Any, n_replay_epochs: int) -> Kept:

@@ -319,6 +319,13 @@ def plot_curves(
     figure.savefig(epath.Path(out), dpi=120)
 
 
+def interquartile_mean(values: Sequence[float]) -> float:
+    """The mean of the middle half (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264)."""
+    from rliable.metrics import aggregate_iqm
+
+    return float(aggregate_iqm(np.asarray(values, np.float64)))
+
+
 def _read_lines(path: epath.Path) -> list[dict[str, Any]]:
     """The records of a file; a last line that a killed process left unfinished is dropped."""
     if not path.exists():

@@ -326,16 +326,13 @@ class RLTask:
         """Where JAX environments stand, for a compiled loop that may consume it and calls :meth:`went_on`."""
         return self.actor._replace(env_state=self.env.envs)
 
-    def went_on(self, actor: ActorState, n_interactions: int, n_trajectories: int) -> None:
-        """Takes over what a compiled loop did; the replay does not change.
-
-        Args:
-            actor: where the environments stand now.
-            n_interactions: decisions taken.
-            n_trajectories: trajectories finished.
-        """
+    def went_on(self, actor: ActorState) -> None:
+        """Takes over where a compiled loop left the environments; the replay does not change."""
         self.env.put(actor.env_state, actor.needs_reset, actor.episode_length)
         self.actor = actor._replace(env_state=())
+
+    def count(self, n_interactions: int, n_trajectories: int) -> None:
+        """Counts what a compiled loop did."""
         self._n_interactions += n_interactions
         self._n_trajectories += n_trajectories
 

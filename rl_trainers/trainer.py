@@ -27,7 +27,7 @@ import numpy as np
 from rl_trainers import checkpoint, metrics, rollout, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
-from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, stacked
+from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
@@ -461,6 +461,11 @@ class RLTrainer:
     # The loop.
 
     @property
+    def compiles_epochs(self) -> bool:
+        """Whether whole epochs are one program, see :mod:`rl_trainers.iteration`."""
+        return self._iteration is not None
+
+    @property
     def current_epoch(self) -> int:
         """Epochs done."""
         return self._epoch
@@ -538,33 +543,50 @@ class RLTrainer:
 
     def _iterate(self, iteration: Iteration, n_left: int) -> list[dict[str, float]]:
         """Runs compiled epochs, as many as take about a fifth of a second; their records."""
-        watched = self.n_eval_episodes or self.on_epoch is not None
-        n = 1 if watched else min(n_left, self._epochs_per_call)
-        numbers = [{**self.hparams(i), "epoch": np.int32(self._epoch + 1 + i)} for i in range(n)]
+        n = self._n_at_once(n_left)
         start = time.perf_counter()
-        carry = Carry(self.state, self.task.device_actor(), self._kept)
-        carry, reports = self._epochs(carry, np.int32(n), stacked(numbers))
-        self.state, actor, self._kept = carry
+        carry, reports = self._epochs(self._carry(), np.int32(n), self._numbers(n))
+        self._put_down(carry)
         reports = jax.device_get(reports)
         seconds = (time.perf_counter() - start) / n
+        return self._take_in(reports, n, seconds)
+
+    def _n_at_once(self, n_left: int) -> int:
+        """Epochs of the next compiled call."""
+        watched = self.n_eval_episodes or self.on_epoch is not None
+        return 1 if watched else min(n_left, self._epochs_per_call)
+
+    def _carry(self) -> Carry:
+        return Carry(self.state, self.task.device_actor(), self._kept)
+
+    def _put_down(self, carry: Carry) -> None:
+        self.state, actor, self._kept = carry
+        self.task.went_on(actor)
+
+    def _numbers(self, n: int) -> dict:
+        """What :meth:`rl_trainers.iteration.Iteration.epochs` takes as ``hparams`` for ``n`` epochs."""
+        epochs = np.arange(self._epoch + 1, self._epoch + 1 + n, dtype=np.int32)
+        return stacked([{**self.hparams(i), "epoch": epoch} for i, epoch in enumerate(epochs)])
+
+    def _take_in(self, reports: Report, n: int, seconds: float) -> list[dict[str, float]]:
+        """Counts the epochs of a compiled call, ``seconds`` each; their records."""
         if self._compiled_before:
             self._epochs_per_call = min(MOST_EPOCHS, max(1, int(_CALL_S / seconds)))
         self._compiled_before = True
-        records = []
-        for i in range(n):
-            report = jax.tree.map(lambda x: x[i], reports)  # noqa: B023
-            self.task.went_on(actor, int(report.n_interactions), int(report.n_trajectories))
-            n_episodes = int(report.n_episodes)
-            counts = {
-                "avg_return": float(report.return_sum) / n_episodes if n_episodes else math.nan,
-                "avg_length": float(report.length_sum) / n_episodes if n_episodes else math.nan,
-                "n_trajectories": n_episodes,
-            }
-            result = {name: float(value) for name, value in report.metrics.items()}
-            latest = report.latest[np.isfinite(report.latest)][::-1]
-            began = time.perf_counter() - seconds
-            records.append(self._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result}))
-        return records
+        return [self._count(jax.tree.map(lambda x: x[i], reports), seconds) for i in range(n)]  # noqa: B023
+
+    def _count(self, report: Report, seconds: float) -> dict[str, float]:
+        self.task.count(int(report.n_interactions), int(report.n_trajectories))
+        n_episodes = int(report.n_episodes)
+        counts = {
+            "avg_return": float(report.return_sum) / n_episodes if n_episodes else math.nan,
+            "avg_length": float(report.length_sum) / n_episodes if n_episodes else math.nan,
+            "n_trajectories": n_episodes,
+        }
+        result = {name: float(value) for name, value in report.metrics.items()}
+        latest = report.latest[np.isfinite(report.latest)][::-1]
+        began = time.perf_counter() - seconds
+        return self._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result})
 
     def _finish_epoch(
         self, start: float, counts: dict[str, float], returns: Any, result: dict[str, float]

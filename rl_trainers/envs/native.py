@@ -363,8 +363,9 @@ class DeviceEnv:
         self.observation_space = self.functions.observation_space
         self.action_space = self.functions.action_space
         self.restarted = np.zeros(num_envs, bool)
+        self.envs: Any = None  # until the first reset
         self._step = jax.jit(functools.partial(step_or_reset, self.functions))
-        self.reset(0)
+        self._needs_reset, self._length = np.zeros(num_envs, bool), np.zeros(num_envs, np.int32)
 
     def reset(self, seed: int) -> PyTree:
         """Starts all environments.
@@ -376,8 +377,8 @@ class DeviceEnv:
             Observation ``[B, *obs]``, numpy.
         """
         self.envs, observation = reset(self.functions, self.num_envs, jax.random.PRNGKey(seed))
-        self._needs_reset = np.zeros(self.num_envs, bool)
-        self._length = np.zeros(self.num_envs, np.int32)
+        self._needs_reset = np.zeros_like(self._needs_reset)
+        self._length = np.zeros_like(self._length)
         return _to_host(observation)
 
     def step(self, action: PyTree) -> tuple[PyTree, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -405,9 +406,11 @@ class DeviceEnv:
         Raises:
             ValueError: the snapshot is of another environment or another number of them.
         """
-        like, structure = jax.tree.flatten((self.envs, self._needs_reset, self._length))
+        start = functools.partial(reset, self.functions, self.num_envs)
+        envs, _ = jax.eval_shape(start, jax.random.PRNGKey(0))
+        like, structure = jax.tree.flatten((envs, self._needs_reset, self._length))
         leaves = [saved[name] for name in sorted(saved, key=lambda name: int(name.rpartition("_")[2]))]
-        if [x.shape for x in leaves] != [np.shape(x) for x in like]:
+        if [x.shape for x in leaves] != [x.shape for x in like]:
             raise ValueError(f"env: the checkpoint is not of {self.num_envs} environments {self.name}")
         self.put(*jax.tree.unflatten(structure, [jnp.array(x) for x in leaves]))
         return True
