@@ -448,3 +448,61 @@ def test_a_run_with_default_networks_goes_on_from_its_own_config(name, tmp_path)
     assert len(metrics.read_curve(tmp_path / "run")["epoch"]) == 2
     # What is added must still have an effect.
     assert cli.main([*arguments, "--config", "PPOJoint.epsilon = 0.1"]) == 2
+
+
+def test_every_value_is_tried_with_every_seed():
+    found = cli.members(["PPOJoint.epsilon = [0.1, 0.2]", "A.b = (3,)"], 5, 2)
+    assert [member.name for member in found] == [
+        "epsilon_0.1-b_3-seed_5",
+        "epsilon_0.1-b_3-seed_6",
+        "epsilon_0.2-b_3-seed_5",
+        "epsilon_0.2-b_3-seed_6",
+    ]
+    assert found[2].bindings == ["PPOJoint.epsilon = 0.2", "A.b = 3"]
+    assert [member.name for member in cli.members([], 0, 2)] == ["seed_0", "seed_1"]
+
+
+@pytest.mark.parametrize("sweep", ["PPOJoint.epsilon = 0.1", "PPOJoint.epsilon = ['a']", "= []", "[1, 2]"])
+def test_what_is_no_list_of_numbers_cannot_be_swept(sweep):
+    with pytest.raises(ValueError, match="must bind a list of numbers"):
+        cli.members([sweep], 0, 1)
+
+
+def check_many(directory, names, capsys):
+    printed = capsys.readouterr().out
+    for name in names:
+        assert len(lines(directory / name)) == 2
+        assert (directory / name / "config.gin").exists()
+    check_picture(directory / "curves.png")
+    assert "interquartile mean" in printed and "2 seeds" in printed
+    first, second = (params(directory / name) for name in names[:2])
+    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    assert any((a != b).any() for a, b in leaves)
+
+
+def test_many_seeds_on_python_environments(config, tmp_path, capsys):
+    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path), "--config", "train.n_epochs = 2"]
+    assert cli.main(["train", *arguments, "--n_seeds", "2", "--workers", "2"]) == 0
+    check_many(tmp_path, ["seed_0", "seed_1"], capsys)
+
+
+def test_many_settings_on_jax_environments(config, tmp_path, capsys):
+    pytest.importorskip("gymnax")
+    bindings = ["train.n_epochs = 2", "RLTask.env = 'gymnax:CartPole-v1'"]
+    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path)]
+    arguments += [word for binding in bindings for word in ("--config", binding)]
+    arguments += ["--n_seeds", "2", "--sweep", "PPOJoint.epsilon = [0.1, 0.2]"]
+    assert cli.main(["train", *arguments]) == 0
+    check_many(tmp_path, ["epsilon_0.1-seed_0", "epsilon_0.1-seed_1", "epsilon_0.2-seed_0"], capsys)
+    text = (tmp_path / "epsilon_0.2-seed_1" / "config.gin").read_text()
+    assert "PPOJoint.epsilon = 0.2" in text and "seed = 1" in text
+
+    # The same command does only the rest; one that is behind catches up.
+    trainer = cli.load(str(tmp_path / "epsilon_0.2-seed_1"))
+    assert trainer.current_epoch == 2
+
+
+def test_a_wrong_sweep_stops_before_anything_runs(config, tmp_path, no_environments, capsys):
+    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path)]
+    assert cli.main(["train", *arguments, "--sweep", "PPOJoint.epsilom = [1, 2]"]) == 2
+    assert "epsilon" in capsys.readouterr().err
