@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_trainers import A2C, AWR, PPO, RWR, A2CJoint, AWRJoint, PPOJoint, RLTask, metrics, models
-from rl_trainers.envs import DeviceEnv, probe_jax
+from rl_trainers.envs import DeviceEnv, make_host_env, probe_jax
 from rl_trainers.iteration import keep, keep_stored, report
 from rl_trainers.rollout import Endings
 from rl_trainers.trainer import RLTrainer
@@ -228,6 +228,12 @@ def test_a_device_env_goes_on_from_its_snapshot():
         assert difference(other.step(np.zeros(2, np.int32)), step) == 0
     with pytest.raises(ValueError, match="3 environments"):
         DeviceEnv(probe_jax.counting(3), 3).restore(saved)
+    on_host = make_host_env("CartPole-v1", 2)
+    with pytest.raises(ValueError, match="the checkpoint is of JAX environments"):
+        on_host.restore(saved)
+    on_host.reset(0)
+    with pytest.raises(ValueError, match="checkpoint is not of 2 environments"):
+        other.restore(on_host.snapshot())
 
 
 def test_what_is_for_python_environments_is_refused():

@@ -127,7 +127,13 @@ def find_spec(env_id: str) -> registration.EnvSpec:
     """
     module, _, plain = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"env: {env_id!r} names neither a module to import before ({error}) nor a suite of JAX "
+                "environments, such as 'gymnax:' or 'brax:'"
+            ) from error
     if plain not in gymnasium.registry:
         with contextlib.suppress(ImportError):
             importlib.import_module("ale_py")  # registers the Atari games
@@ -357,6 +363,8 @@ class HostEnv:
         Raises:
             ValueError: the snapshot is of another number or kind of environments.
         """
+        if "header" not in saved:
+            raise ValueError(f"env: is {self.name} in Python, but the checkpoint is of JAX environments")
         tree = snapshot.unpack(saved)
         steps, starts, resets, ended = tree["counters"]
         if len(starts) != self.num_envs:

@@ -409,7 +409,8 @@ class DeviceEnv:
         start = functools.partial(reset, self.functions, self.num_envs)
         envs, _ = jax.eval_shape(start, jax.random.PRNGKey(0))
         like, structure = jax.tree.flatten((envs, self._needs_reset, self._length))
-        leaves = [saved[name] for name in sorted(saved, key=lambda name: int(name.rpartition("_")[2]))]
+        names = [f"envs_{i}" for i in range(len(like))]
+        leaves = [saved[name] for name in names if name in saved]
         if [x.shape for x in leaves] != [x.shape for x in like]:
             raise ValueError(f"env: the checkpoint is not of {self.num_envs} environments {self.name}")
         self.put(*jax.tree.unflatten(structure, [jnp.array(x) for x in leaves]))

@@ -679,3 +679,8 @@ def test_only_older_versions_stand_for_the_newest():
     for wrong in ("CartPole-v9", "CartPole-v2"):
         with pytest.raises(ValueError, match=f"no environment '{wrong}' is registered; the nearest is"):
             find_spec(wrong)
+
+
+def test_an_unknown_module_or_suite_is_named():
+    with pytest.raises(ValueError, match="'gymnx:CartPole-v1'.*No module named 'gymnx'.*'gymnax:'"):
+        make_host_env("gymnx:CartPole-v1")
