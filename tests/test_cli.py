@@ -481,8 +481,8 @@ def check_many(directory, names, capsys):
 
 
 def test_many_seeds_on_python_environments(config, tmp_path, capsys):
-    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path), "--config", "train.n_epochs = 2"]
-    assert cli.main(["train", *arguments, "--n_seeds", "2", "--workers", "2"]) == 0
+    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path), "--n_seeds", "2"]
+    assert cli.main(["train", *arguments, "--workers", "2"]) == 0
     check_many(tmp_path, ["seed_0", "seed_1"], capsys)
 
 
