@@ -4,15 +4,17 @@ import pathlib
 import re
 
 import numpy as np
+import pytest
 
 import rl_trainers
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_python_example_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = EXAMPLES[0]
     lines = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 15
     scope = {}
@@ -21,6 +23,15 @@ def test_the_python_example_runs(capsys):
     assert scope["action"] in (0, 1)
     assert np.shape(scope["dist_inputs"]) == (2,)
     assert scope["trainer"].current_epoch == 2
+
+
+def test_the_example_of_jax_environments_runs(capsys):
+    pytest.importorskip("gymnax")
+    assert len(EXAMPLES) == 2
+    scope = {}
+    exec(EXAMPLES[1].replace("run(40, progress=True)", "run(2, progress=True)"), scope)
+    assert scope["trainer"].compiles_epochs and scope["trainer"].current_epoch == 2
+    assert "." in capsys.readouterr().out
 
 
 def test_every_config_and_trainer_that_is_named_exists_and_the_other_way_round():
