@@ -275,7 +275,7 @@ class RLTrainer:
     ) -> tuple[TrainState, dict]:
         """One epoch's training of one supervised trainer."""
         rows, valid = self._rows(state, data, hparams)
-        return trainer.fit(state, rows, valid, hparams)
+        return trainer.fit(state, rows, valid, hparams, data.steps.mask.shape[1])
 
     def _inputs(self, base: type, stream: str) -> Inputs | None:
         """Inputs that draw from the method ``stream``, if a subclass of ``base`` overrides it."""

@@ -87,6 +87,33 @@ def test_summary_is_the_interquartile_mean_and_names_the_worst_seed():
     assert (summary["wall_s_mean"], summary["env_steps"]) == (3.5, 103)
 
 
+def test_jax_ppo_measures_from_the_third_call_on():
+    # Calls take 7, 2, 4, 4 seconds; 6 seconds are asked for: two calls of 1,000 steps in 8 seconds.
+    now, waits = [100.0], iter([7.0, 2.0, 4.0, 4.0])
+
+    def advance():
+        now[0] += next(waits)
+        return 1000
+
+    result = _script("jax_ppo").measure(advance, 97.0, 6.0, clock=lambda: now[0])
+    assert (result["env_steps"], result["env_steps_per_s"]) == (2000, 250)
+    assert (result["compile_s"], result["start_to_first_update_s"]) == (5.0, 10.0)
+
+
+def test_jax_ppo_ratios_are_taken_pair_by_pair():
+    jax_ppo = _script("jax_ppo")
+
+    def run(side, repeat, rate):
+        figures = {**dict.fromkeys(jax_ppo.FIGURES, 1.0), "env_steps_per_s": rate}
+        return {"side": side, "repeat": repeat, **figures}
+
+    rates = {"ours": [40.0, 30.0, 20.0], "peer": [20.0, 20.0, 5.0], "limit": [400.0, 300.0, 100.0]}
+    summary = jax_ppo.summarize(run(s, i, rate) for s, all_ in rates.items() for i, rate in enumerate(all_))
+    assert summary["ours"]["env_steps_per_s"] == 30.0
+    assert summary["ours_over_peer"]["env_steps_per_s"] == {"median": 2.0, "pairs": [2.0, 1.5, 4.0]}
+    assert summary["ours_over_limit"]["env_steps_per_s"] == {"median": 0.1, "pairs": [0.1, 0.1, 0.2]}
+
+
 def test_replay_is_filled_with_what_was_asked_for():
     result = _script("replay").measure(n_steps=16_000, batch_size=32, repeats=2)
     assert result["stored_steps"] == 16_000

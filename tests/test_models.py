@@ -529,3 +529,26 @@ def test_values_of_all_actions_begin_near_0():
     params, state = model.init(KEY, np.zeros((1, 3), np.float32))
     values = model.apply(params, state, np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32))
     assert float(jnp.abs(values).max()) < 0.05
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2, 4, 5, 16])
+def test_a_dense_layer_has_the_output_and_gradients_of_flax(n_outputs):
+    x = np.random.default_rng(0).normal(size=(2, 7, 3)).astype(np.float32)
+
+    def loss(params, x, layer):
+        return jnp.sum(jnp.sin(layer(n_outputs).apply(params, x)))
+
+    params = nn.Dense(n_outputs).init(KEY, x)
+    assert jax.tree.structure(zoo._Dense(n_outputs).init(KEY, x)) == jax.tree.structure(params)
+    value, grads = jax.value_and_grad(loss, (0, 1))(params, x, zoo._Dense)
+    expected, expected_grads = jax.value_and_grad(loss, (0, 1))(params, x, nn.Dense)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
+
+
+def test_dense_layers_map_over_seeds():
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    kernels = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    grads = jax.vmap(jax.grad(lambda kernel: jnp.sum(jnp.square(zoo._product(x, kernel)))))(kernels)
+    # d/dW sum (x W)^2 = 2 x' x W.
+    np.testing.assert_allclose(grads, 2 * (x.T @ x) @ kernels, rtol=1e-4, atol=1e-4)

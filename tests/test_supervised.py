@@ -118,6 +118,95 @@ def test_a_cut_pass_differs_by_key():
     assert not np.array_equal(first, other)
 
 
+# blocks
+
+
+@pytest.mark.parametrize(
+    "n_rows, batch_size, num_envs, block",
+    [
+        (8 * 2048, 64, 8, 1),  # 16,384 rows are single ones
+        (64 * 128, 2048, 64, 1),
+        (512 * 128, 16384, 512, 4),
+        (2048 * 128, 65536, 2048, 16),
+        (2048 * 128, 1000, 2048, 8),  # 1000 = 8 * 125
+        (2048 * 128, 65536, 1001, 1),
+        (2048 * 128, 65535, 2048, 1),
+        (1536 * 128, 49152, 1536, 8),  # 16 would leave 12,288 blocks
+    ],
+)
+def test_block_size(n_rows, batch_size, num_envs, block):
+    assert supervised.block_size(n_rows, batch_size, num_envs) == block
+
+
+def seen_rows(monkeypatch, n_rows, batch_size, n_steps, num_envs, valid, min_blocks=1, mask=None):
+    """What row numbers ``1 .. R`` a loss sees in each step of a fit, and with which mask."""
+    monkeypatch.setattr(supervised, "_MIN_BLOCKS", min_blocks)
+    trainer = sgd(n_steps=n_steps, batch_size=batch_size)
+    state, batches = trainer._shuffle(new_state(trainer), jnp.asarray(valid), num_envs)
+    data = rows(n_rows, mask=mask)
+    taken = [supervised._take(data, jax.tree.map(lambda x, i=i: x[i], batches)) for i in range(n_steps)]
+    return [(np.ravel(batch.observation).astype(int), np.ravel(batch.mask)) for batch in taken]
+
+
+def test_blocks_of_neighbours_come_whole_and_once_in_a_pass(monkeypatch):
+    # 6 times of 4 environments in batches of 8 rows: blocks of 4 rows, 2 in a batch, 3 batches a pass.
+    seen = seen_rows(monkeypatch, 24, 8, 6, 4, np.ones(24, bool))
+    for row, mask in seen:
+        assert row.shape == (8,)
+        np.testing.assert_array_equal(mask, 1)
+        np.testing.assert_array_equal(np.diff(row.reshape(2, 4)), 1)
+        np.testing.assert_array_equal(row.reshape(2, 4)[:, 0] % 4, 1)
+    for one_pass in (seen[:3], seen[3:]):
+        np.testing.assert_array_equal(np.sort(np.concatenate([row for row, _ in one_pass])), np.arange(1, 25))
+
+
+def test_of_a_block_only_its_valid_rows_count(monkeypatch):
+    # Blocks 1-4, 5-8, 9-12, 13-16; of the second one row is valid, of the third none: 3 blocks, 2 batches.
+    valid = np.array([1] * 4 + [0, 0, 1, 0] + [0] * 4 + [1, 1, 0, 1], bool)
+    seen = seen_rows(monkeypatch, 16, 8, 2, 4, valid)
+    counted = np.concatenate([row[mask > 0] for row, mask in seen])
+    np.testing.assert_array_equal(np.sort(counted), [1, 2, 3, 4, 7, 13, 14, 16])
+
+
+def test_the_rows_own_mask_counts_within_a_block(monkeypatch):
+    mask = np.ones(16)
+    mask[[2, 9]] = 0
+    seen = seen_rows(monkeypatch, 16, 8, 2, 4, np.ones(16, bool), mask=mask)
+    counted = np.concatenate([row[mask > 0] for row, mask in seen])
+    np.testing.assert_array_equal(np.sort(counted), [1, 2, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16])
+
+
+def test_few_rows_are_shuffled_one_by_one_as_without_environments(monkeypatch):
+    # 1,024 rows of 8 environments: the row numbers are those of shuffled().
+    seen = seen_rows(monkeypatch, 1024, 256, 4, 8, np.ones(1024, bool), min_blocks=1 << 14)
+    index, _ = shuffled(jax.random.split(KEY)[1], jnp.ones(1024, bool), 256, 4)
+    np.testing.assert_array_equal(np.stack([row - 1 for row, _ in seen]), index)
+
+
+def test_slices_keep_their_axes_in_blocks(monkeypatch):
+    monkeypatch.setattr(supervised, "_MIN_BLOCKS", 1)
+    data = rows(8)
+    x = np.concatenate([data.observation, -data.observation], axis=1)
+    data = Batch(x, x, x, x, x, np.ones((8, 2), np.float32))
+    trainer = sgd(n_steps=2, batch_size=4)
+    _, batches = trainer._shuffle(new_state(trainer), jnp.ones(8, bool), 2)
+    batch = supervised._take(data, jax.tree.map(lambda x: x[0], batches))
+    assert batch.observation.shape == batch.mask.shape == (4, 2)
+    np.testing.assert_array_equal(batch.observation[:, 0], -batch.observation[:, 1])
+
+
+def test_blocks_change_no_full_batch(monkeypatch):
+    # All rows in one batch: the gradient is the same in whatever order they stand.
+    results = []
+    for min_blocks in (1, 1 << 14):
+        monkeypatch.setattr(supervised, "_MIN_BLOCKS", min_blocks)
+        trainer = sgd(n_steps=2, batch_size=None, lr=1e-3)
+        fit_blocks = jax.jit(trainer.fit, static_argnums=4)
+        state, _ = fit_blocks(new_state(trainer), rows(16), np.ones(16, bool), hparams_of(trainer), 4)
+        results.append(leaves(state))
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
 # eval_weights
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from rl_trainers.models.adapters import call
 from rl_trainers.types import PyTree
 
+_FEW = 4
 _HIDDEN = nn.initializers.variance_scaling(2.0, "fan_in", "uniform")
 
 
@@ -26,6 +28,40 @@ def _concatenate(x: PyTree, flatten: bool = True) -> jax.Array:
 
 def _symmetric_uniform(scale: float) -> Callable:
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -scale, scale)
+
+
+@jax.custom_vjp
+def _product(x, kernel):
+    """``x [.., K] @ kernel [K, M]``.
+
+    Its gradient is the usual one in forms that XLA runs faster on a CPU, where summing over the rows of two
+    row-major matrices takes twice the time of the product itself, or eight times if M is small.
+    """
+    return x @ kernel
+
+
+def _product_forward(x, kernel):
+    return x @ kernel, (x, kernel)
+
+
+def _product_backward(saved, g):
+    x, kernel = saved
+    rows, g_rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    if g.shape[-1] <= _FEW:
+        columns = [jnp.sum(rows * g_rows[:, i : i + 1], axis=0) for i in range(g.shape[-1])]
+        return g @ kernel.T, jnp.stack(columns, axis=1)
+    # Without the barrier XLA undoes the transposition.
+    return g @ kernel.T, jax.lax.optimization_barrier(rows.T) @ g_rows
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _dot_general(x, kernel, dimension_numbers, precision=None):
+    return _product(x, kernel)
+
+
+_Dense = functools.partial(nn.Dense, dot_general=_dot_general)
 
 
 @gin.configurable(module="rl_trainers.models")
@@ -49,7 +85,7 @@ class MLP(nn.Module):
         """Features ``[R, layer_widths[-1]]``."""
         x = _concatenate(x, self.flatten)
         for i, width in enumerate(self.layer_widths):
-            x = nn.Dense(width, kernel_init=_HIDDEN, name=f"dense_{i}")(x)
+            x = _Dense(width, kernel_init=_HIDDEN, name=f"dense_{i}")(x)
             if self.out_activation or i + 1 < len(self.layer_widths):
                 x = self.activation(x)
         return x
@@ -114,7 +150,7 @@ class AtariCnn(nn.Module):
         for i, (n_filters, size, stride) in enumerate(sizes):
             x = nn.relu(_Conv(n_filters, size, stride, self.padding, name=f"conv_{i}")(x))
         x = x.reshape(x.shape[0], -1)
-        return nn.relu(nn.Dense(self.output_size, kernel_init=_HIDDEN)(x))
+        return nn.relu(_Dense(self.output_size, kernel_init=_HIDDEN)(x))
 
 
 @gin.configurable(module="rl_trainers.models")
@@ -176,7 +212,7 @@ class LayerNormSquash(nn.Module):
     @nn.compact
     def __call__(self, x, mask=None):
         """Features ``[R, width]``."""
-        x = nn.Dense(self.width, kernel_init=_HIDDEN, name="dense")(_concatenate(x))
+        x = _Dense(self.width, kernel_init=_HIDDEN, name="dense")(_concatenate(x))
         return jnp.tanh(nn.LayerNorm(self.epsilon, use_fast_variance=False, name="layer_norm")(x))
 
 
@@ -232,13 +268,13 @@ class TransformerDecoder(nn.Module):
         for _ in range(self.n_layers):
             attention = nn.MultiHeadDotProductAttention(self.n_heads)
             x += attention(nn.LayerNorm()(x), mask=sees[:, None])
-            wide = nn.relu(nn.Dense(self.d_ff)(nn.LayerNorm()(x)))
-            x += nn.Dense(self.d_model)(wide)
+            wide = nn.relu(_Dense(self.d_ff)(nn.LayerNorm()(x)))
+            x += _Dense(self.d_model)(wide)
         return nn.LayerNorm()(x).reshape(-1, self.d_model)
 
     def _embed(self, x):
         if self.vocab_size is None:
-            return nn.Dense(self.d_model)(x)
+            return _Dense(self.d_model)(x)
         if x.shape[-1] not in (1, self.vocab_size):
             raise ValueError(
                 f"vocab_size={self.vocab_size}, but an observation is {x.shape[-1]} numbers, neither a "
@@ -279,7 +315,7 @@ class _Head(nn.Module):
         if self.body is not None:
             x = _through(self.body, x, episode)
         x = _concatenate(x)
-        return nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
+        return _Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
 
 
 class _ActionHead(_Head):
@@ -303,15 +339,15 @@ class _ActionHead(_Head):
         x = _concatenate(x if self.body is None else _through(self.body, x, episode))
         if action is not None and not self.concatenate:
             x = self._inject(x, action)
-        x = nn.Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
+        x = _Dense(self.n_outputs, kernel_init=self.init, name="head")(x)
         return x if action is None else x.reshape(*action.shape[:2], self.n_outputs)
 
     def _inject(self, x, action):
-        x = nn.Dense(self.width, kernel_init=_HIDDEN, name="inject_body")(x)
-        action = nn.Dense(self.width, kernel_init=_HIDDEN, name="inject_action")(action)
+        x = _Dense(self.width, kernel_init=_HIDDEN, name="inject_body")(x)
+        action = _Dense(self.width, kernel_init=_HIDDEN, name="inject_action")(action)
         x = x * jnp.tanh(action) if self.multiply else x + action
         for i in range(self.n_layers):
-            x = nn.relu(nn.Dense(self.width, kernel_init=_HIDDEN, name=f"inject_{i}")(x))
+            x = nn.relu(_Dense(self.width, kernel_init=_HIDDEN, name=f"inject_{i}")(x))
         return x
 
 
