@@ -38,15 +38,12 @@ Advance = Callable[[], int]
 def ours(num_envs: int) -> Advance:
     """PPO of rl_trainers; compiles nothing yet."""
     import flax.linen as nn
-    import jax
 
-    from rl_trainers import PPOJoint, RLTask, advantages, models, rollout
-    from rl_trainers.envs.native import make_jax_env
-    from rl_trainers.trainer import compiled
+    from rl_trainers import PPOJoint, RLTask, advantages, models
 
     body = functools.partial(models.MLP, layer_widths=(64, 64), activation=nn.tanh)
     trainer = PPOJoint(
-        RLTask("CartPole-v1", num_envs=1, gamma=0.99),
+        RLTask("gymnax:CartPole-v1", num_envs=num_envs, gamma=0.99),
         joint_model=functools.partial(models.PolicyAndValue, body=body, joint=False),
         lr_schedule=2.5e-4,
         n_interactions_per_epoch=num_envs * UNROLL,
@@ -57,37 +54,13 @@ def ours(num_envs: int) -> Advance:
         value_loss_coeff=0.5,
         advantage_estimator=functools.partial(advantages.gae, lambda_=0.95),
     )
-    env, distribution = make_jax_env("gymnax:CartPole-v1"), trainer.task.distribution
-    hparams, n_iterations = trainer.hparams(), _per_call(num_envs)
-    key_env, key = jax.random.split(jax.random.PRNGKey(0))
-    carry = trainer.state, rollout.start_scan(env, num_envs, key_env, key)
-
-    def iteration(carry, _):
-        state, actor = carry
-        act = functools.partial(_act, trainer.policy_apply, distribution, state)
-        actor, data, endings = rollout.unroll_scan(env, act, actor, UNROLL)
-        state, metrics = trainer.learn(state, data._replace(policy_version=state.step), hparams)
-        return (state, actor), (data.steps.mask.sum(), metrics, endings)
-
-    @functools.partial(compiled, donate_argnums=0)
-    def iterations(carry):
-        return jax.lax.scan(iteration, carry, length=n_iterations)
 
     def advance() -> int:
-        nonlocal carry
-        carry, (decisions, *_) = iterations(carry)
-        return int(decisions.sum())
+        before = trainer.task.n_interactions()
+        trainer.run(_per_call(num_envs))
+        return trainer.task.n_interactions() - before
 
     return advance
-
-
-def _act(apply, distribution, state, observation, policy_state, needs_reset, key):
-    from rl_trainers import rollout
-
-    action, dist_inputs, key = rollout.act(
-        apply, distribution, state.params, state.model_state, observation, key, 1.0
-    )
-    return action, dist_inputs, policy_state, key
 
 
 def peer(num_envs: int) -> Advance:
