@@ -186,32 +186,39 @@ def unroll_scan(
     """
 
     def row(actor: ActorState, _):
-        action, dist_inputs, policy_state, key = act(
-            actor.observation, actor.policy_state, actor.needs_reset, actor.key
-        )
-        anew = actor.needs_reset
-        envs, observation, reward, terminated, truncated, info = native.step_or_reset(
-            env, actor.env_state, anew, actor.episode_length, to_env(action)
-        )
-        steps = TimeStep(
-            observation=actor.observation,
-            action=action,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            mask=(~anew).astype(jnp.float32),
-            dist_inputs=dist_inputs,
-            env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
-        )
-        total = actor.episode_return + steps.reward
-        count = actor.episode_length + steps.mask.astype(jnp.int32)
-        endings = Endings(total, count, steps.done)
-        total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
-        actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
-        return actor, (steps, endings)
+        return row_scan(env, act, actor, to_env)
 
     actor, (steps, endings) = jax.lax.scan(row, actor, length=unroll_length)
     return actor, Rollout(steps, actor.observation), endings
+
+
+def row_scan(
+    env, act: Act, actor: ActorState, to_env: Callable = lambda action: action
+) -> tuple[ActorState, tuple[TimeStep, Endings]]:
+    """One row of :func:`unroll_scan`, whose arguments these are; steps and endings are ``[B]``."""
+    action, dist_inputs, policy_state, key = act(
+        actor.observation, actor.policy_state, actor.needs_reset, actor.key
+    )
+    anew = actor.needs_reset
+    envs, observation, reward, terminated, truncated, info = native.step_or_reset(
+        env, actor.env_state, anew, actor.episode_length, to_env(action)
+    )
+    steps = TimeStep(
+        observation=actor.observation,
+        action=action,
+        reward=reward,
+        terminated=terminated,
+        truncated=truncated,
+        mask=(~anew).astype(jnp.float32),
+        dist_inputs=dist_inputs,
+        env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
+    )
+    total = actor.episode_return + steps.reward
+    count = actor.episode_length + steps.mask.astype(jnp.int32)
+    endings = Endings(total, count, steps.done)
+    total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
+    actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
+    return actor, (steps, endings)
 
 
 def _to_host(tree: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ from rl_trainers import rollout as rollout_lib
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs.host import HostEnv, find_spec, make_eval_env, make_host_env
 from rl_trainers.envs.native import DeviceEnv, is_jax_env
-from rl_trainers.rollout import Act, Episodes
+from rl_trainers.rollout import Act, Endings, Episodes
 from rl_trainers.trajectory import Policy, PolicyEnv, Trajectory, Until, padded, play, unroll_until
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
 
@@ -219,6 +219,33 @@ class RLTask:
         counts = unroll_length, n_trajectories, n_interactions
         return self._collect(self.env if env is None else env, act, self.max_steps, *counts)
 
+    def went_on(self, actor: ActorState, endings: Endings) -> Episodes:
+        """Takes over what a compiled loop did in the environments of a ``DeviceEnv``; counts it.
+
+        Args:
+            actor: where they stand now, see :func:`rl_trainers.rollout.unroll_scan`.
+            endings: ``[T, B]``, of all rows since :attr:`actor`.
+
+        Returns:
+            The episodes that ended.
+        """
+        done = np.asarray(endings.mask)
+        mask = 1.0 - np.concatenate([self.actor.needs_reset[None], done[:-1]])
+        steps = TimeStep(None, None, 0.0, done, np.zeros_like(done), mask)
+        self._count(steps, self.actor.episode_length, self.max_steps)
+        self.env.put(actor.env_state, actor.needs_reset, actor.episode_length)
+        # Copies, since the loop may consume what it is given.
+        self.actor = ActorState(
+            env_state=(),
+            observation=jax.tree.map(np.array, actor.observation),
+            policy_state=actor.policy_state,
+            needs_reset=np.array(actor.needs_reset),
+            key=np.array(actor.key),
+            episode_return=np.array(actor.episode_return, np.float64),
+            episode_length=np.array(actor.episode_length, np.int64),
+        )
+        return endings.episodes()
+
     def set_policy_state(self, policy_state: PyTree) -> None:
         """Sets what the policy remembers of each environment, and what it does where it remembers nothing.
 
@@ -345,11 +372,15 @@ class RLTask:
     ) -> tuple[Rollout, Episodes]:
         before = self.actor
         self.actor, rollout, episodes = self._unroll(env, act, before, max_steps, *counts)
-        decided = rollout.steps.mask > 0
-        after = replay_lib.positions(rollout.steps, before.episode_length, max_steps)[1:]
+        self._count(rollout.steps, before.episode_length, max_steps)
+        return rollout, episodes
+
+    def _count(self, steps: TimeStep, length: np.ndarray, max_steps: int | None) -> None:
+        """Counts rows ``[T, B]`` before which ``length [B]`` decisions were taken in the running episodes."""
+        decided = steps.mask > 0
+        after = replay_lib.positions(steps, length, max_steps)[1:]
         self._n_trajectories += int(np.count_nonzero(decided & (after == 0)))
         self._n_interactions += int(np.count_nonzero(decided))
-        return rollout, episodes
 
     def _unroll(
         self, env: Any, act: Act, actor: ActorState, max_steps: int | None, *counts: int | None
