@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_trainers import DDPG, DQN, SAC, TD3, RLTask, models, ring
+from rl_trainers import DQN, SAC, TD3, RLTask, models, ring
 from rl_trainers.envs import probe_jax
 
 BODY = functools.partial(models.MLP, layer_widths=(16,), activation=jnp.tanh)
@@ -26,7 +26,8 @@ def tripled(steps):
 
 def made(cls, env, num_envs=2, task=None, on_device=True, **kwargs):
     task = RLTask(env, num_envs=num_envs, gamma=0.9, **(task or {}))
-    settings = {"n_interactions_per_epoch": 24 * num_envs, "initial_collect_steps": 10}
+    # After 23 rows environments that end with every 3rd or 7th decision are about to be reset.
+    settings = {"n_interactions_per_epoch": 23 * num_envs, "initial_collect_steps": 10}
     size = {"batch_size": 8, "value_body": BODY, "policy_body": BODY}
     if cls is DQN:
         size = {"value_batch_size": 8, "value_body": BODY, "sync_freq": 5, "exploration_rate": 0.3}
@@ -56,26 +57,32 @@ def assert_close(one, other, tolerance=1e-5):
 
 
 CASES = {
-    "terminated": (DQN, COUNTING, {}),
-    "one env": (DQN, COUNTING, {"num_envs": 1}),
-    "truncated": (DQN, TRUNCATED, {"n_step": 3}),
-    "cut": (DQN, probe_jax.endless(), {"task": {"max_steps": 5, "time_limit": 50}}),
-    "limit": (DQN, probe_jax.endless(), {"task": {"time_limit": 5}}),
+    "terminated": (DQN, COUNTING, {"num_envs": 1}),
+    "truncated, a full replay": (DQN, TRUNCATED, {"n_step": 3, "replay_capacity": 30}),
+    "cut, initial trajectories": (
+        DQN,
+        probe_jax.endless(),
+        {"task": {"max_steps": 5, "time_limit": 50, "initial_trajectories": 4}, "initial_collect_steps": 30},
+    ),
+    "limit, exploration by step": (
+        DQN,
+        probe_jax.endless(),
+        {
+            "task": {"time_limit": 5},
+            "exploration_rate": lambda step: 1 / step,
+            "exploration_interval": "step",
+        },
+    ),
     "fewer updates than rows": (DQN, MATCH, {"value_train_steps_per_epoch": 7}),
     "more updates than rows": (DQN, MATCH, {"value_train_steps_per_epoch": 53}),
-    "a full replay": (DQN, COUNTING, {"replay_capacity": 30}),
     "warm-up of more than an epoch": (DQN, COUNTING, {"initial_collect_steps": 60}),
-    "initial trajectories": (DQN, COUNTING, {"task": {"initial_trajectories": 4}}),
-    "exploration by step": (
+    "statistics, timestep_to_np": (
         DQN,
         MATCH,
-        {"exploration_rate": lambda step: 1 / step, "exploration_interval": "step"},
+        {"value_model": NORMALIZED, "value_body": None, "task": {"timestep_to_np": tripled}},
     ),
-    "statistics": (DQN, COUNTING, {"value_model": NORMALIZED, "value_body": None}),
-    "timestep_to_np": (DQN, MATCH, {"task": {"timestep_to_np": tripled}}),
     "discrete SAC": (SAC, MATCH, {}),
     "SAC": (SAC, SMOOTH_MATCH, {}),
-    "DDPG": (DDPG, SMOOTH_MATCH, {}),
     "TD3": (TD3, SMOOTH_MATCH, {}),
 }
 
@@ -105,22 +112,22 @@ def test_an_epoch_in_gymnax_is_that_of_the_host(cls, name):
 
 
 def test_counts_of_the_task_and_the_episodes():
-    # Of 24 rows in each environment 18 are decisions: 3, then a reset row.
+    # Of 23 rows in each environment 18 are decisions: 3, then a reset row.
     trainer = made(DQN, COUNTING)
     record = trainer._run_epoch()
     assert trainer.task.n_interactions() == 36 and trainer.task.n_trajectories() == 12
     assert record["avg_return"] == 1 + 2 + 3 and record["avg_length"] == 3
-    assert trainer._n_updates == 24 - 5  # the first 10 decisions are 5 rows
+    assert trainer._n_updates == 23 - 5  # the first 10 decisions are 5 rows
 
 
 def test_trajectories_that_are_cut():
-    # The episodes go on; of 24 decisions 5 pieces of 4 are finished, of 48 twice 6.
+    # The episodes go on: of 23 decisions 5 pieces of 4 are finished, of 46 there are 11.
     trainer = made(DQN, probe_jax.endless(), task={"max_steps": 4, "time_limit": 1000})
     trainer.run(1)
-    assert trainer.task.n_trajectories() == 12 and trainer.task.n_interactions() == 48
+    assert trainer.task.n_trajectories() == 2 * 5 and trainer.task.n_interactions() == 46
     trainer.run(1)
-    assert trainer.task.n_trajectories() == 24 and np.isnan(trainer.avg_returns).all()
-    np.testing.assert_array_equal(trainer.task.actor.episode_length, 48)
+    assert trainer.task.n_trajectories() == 2 * 11 and np.isnan(trainer.avg_returns).all()
+    np.testing.assert_array_equal(trainer.task.actor.episode_length, 46)
 
 
 @pytest.mark.parametrize(("cls", "env"), [(DQN, TRUNCATED), (SAC, SMOOTH_MATCH)])
