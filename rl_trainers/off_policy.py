@@ -1,7 +1,8 @@
 """The loop of trainers that learn from single steps drawn at random, while they act.
 
 An epoch's optimizer steps are spread evenly over its vector steps. For each vector step there is one
-compiled call, :meth:`OffPolicyTrainer.advance`: it stores what happened, draws, learns, and acts.
+compiled call, :meth:`OffPolicyTrainer.advance`: it stores what happened, draws, learns, and acts. With JAX
+environments a whole epoch is one compiled call, :meth:`OffPolicyTrainer.run_rows`, of the same parts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rl_trainers import advantages, models, optimizers, replay, ring, rollout
 from rl_trainers.supervised import Trainer, check_counts
 from rl_trainers.task import RLTask
 from rl_trainers.trainer import RLTrainer, all_observations, compiled
-from rl_trainers.types import Batch, EnvInfo, PyTree, Rollout, TimeStep, TrainState
+from rl_trainers.types import ActorState, Batch, EnvInfo, PyTree, Rollout, TimeStep, TrainState
 
 
 class Event(NamedTuple):
@@ -231,7 +232,7 @@ class OffPolicyTrainer(RLTrainer):
 
     def learn_steps(
         self,
-        n_updates: int,
+        n_updates: Any,
         state: TrainState,
         memory: ring.Ring,
         totals: jax.Array,
@@ -241,7 +242,7 @@ class OffPolicyTrainer(RLTrainer):
         """Draws and learns.
 
         Args:
-            n_updates: optimizer steps to take; static.
+            n_updates: optimizer steps to take; static, or i32 ``[]``.
             state: consumed.
             memory: what to draw from.
             totals: consumed; sums of weighted metrics over the epoch and of the weights, f32 ``[M + 1]``.
@@ -261,10 +262,9 @@ class OffPolicyTrainer(RLTrainer):
             values = jnp.stack([*metrics.values(), jnp.float32(1.0)])
             return state, totals + hparams["eval_weights"][i] * values
 
-        if n_updates == 0:
-            return state, totals
-        if n_updates == 1:  # A loop would copy the state at its start and end.
-            return step(update, (state, totals))
+        if isinstance(n_updates, int) and n_updates < 2:
+            # A loop would copy the state at its start and end.
+            return step(update, (state, totals)) if n_updates else (state, totals)
         return jax.lax.fori_loop(update, update + n_updates, step, (state, totals))
 
     def learn_step(
@@ -349,6 +349,62 @@ class OffPolicyTrainer(RLTrainer):
         inputs = jnp.zeros((*shape, self.task.distribution.n_inputs))
         return Draws(at_random, self.task.distribution.sample(inputs, key_action)), key
 
+    def run_rows(
+        self, state: TrainState, memory: ring.Ring, actor: ActorState, hparams: dict
+    ) -> tuple[ring.Ring, TrainState, jax.Array, ActorState, rollout.Endings, Rollout | None]:
+        """A whole epoch in JAX environments: acts, steps them, stores what happened, and learns, in turn.
+
+        Args:
+            state: consumed.
+            memory: consumed.
+            actor: where the environments stand, with their state.
+            hparams: see :meth:`hparams`; and ``rates`` f32 ``[T]`` and ``n_updates`` i32 ``[T]``.
+
+        Returns:
+            ``(memory, state, totals, actor, endings, data)``: as in :meth:`advance` and
+            :func:`rl_trainers.rollout.unroll_scan`, and what models see of the rows ``[T, B]`` if their
+            statistics are to take it in.
+        """
+        drawn, key = self.draw_batches(state.key)
+        draws, key_act = self.draw(actor.key, hparams["rates"])
+        hparams = {**hparams, **drawn}
+        hook = self.task.timestep_to_np or (lambda steps: steps)
+        env, to_env = self.task.env.functions, self.task.distribution.to_env
+
+        def row(carry, i):
+            memory, state, totals, actor, update = carry
+            act = functools.partial(self._act_in_row, state, draws, i)
+            actor, (steps, endings) = rollout.row_scan(env, act, actor, to_env)
+            action, steps = steps.action, hook(steps)
+            following = self._see(actor.observation)
+            memory = ring.add(memory, action, ring.pack(steps, jnp), following, self._frames)
+            n_updates = hparams["n_updates"][i]
+            state, totals = self.learn_steps(n_updates, state, memory, totals, update, hparams)
+            seen = steps if jax.tree.leaves(state.model_state) else None
+            return (memory, state, totals, actor, update + n_updates), (endings, seen)
+
+        totals = jnp.zeros(len(self._metric_names) + 1)
+        start = memory, state._replace(key=key), totals, actor._replace(key=key_act), jnp.int32(0)
+        end, (endings, steps) = jax.lax.scan(row, start, jnp.arange(self._n_rows))
+        memory, state, totals, actor, _ = end
+        data = None if steps is None else Rollout(steps, self._see(actor.observation))
+        return memory, state, totals, actor, endings, data
+
+    def _act_in_row(
+        self,
+        state: TrainState,
+        draws: Draws,
+        row: Any,
+        observation: PyTree,
+        policy_state: PyTree,
+        needs_reset: Any,
+        key: Any,
+    ) -> tuple:
+        """:meth:`explore` as a :data:`rl_trainers.rollout.Act`."""
+        event = Event(None, None, self._see(observation), key, row, None)
+        action, key = self.explore(state, event, draws)
+        return action, None, policy_state, key
+
     # The loop.
 
     def _start(
@@ -365,9 +421,12 @@ class OffPolicyTrainer(RLTrainer):
         self._advance = compiled(self.advance, static_argnums=0, donate_argnums=(1, 2, 3))
         self._learn_steps = compiled(self.learn_steps, static_argnums=0, donate_argnums=(1, 3))
         self._explore = compiled(self.explore)
+        self._run_rows = compiled(self.run_rows, donate_argnums=(0, 1))
         self._draw = compiled(self.draw)
         self._draw_batches = compiled(self.draw_batches)
         super()._start(init, trainers)
+        counted = bool(self._n_rows) and not (self.offline or self.only_eval)
+        self._on_device = counted and self._acts_compiled
         drawn, _ = jax.eval_shape(self.draw_batches, self.state.key)
         arguments = self.state, self._ring, np.zeros(()), np.int32(0), {**self.hparams(), **drawn}
         jax.eval_shape(functools.partial(self.learn_steps, 1), *arguments)
@@ -381,11 +440,19 @@ class OffPolicyTrainer(RLTrainer):
         values["eval_weights"] = self._trainers[0].eval_weights
         return values
 
+    def means(self, totals: Any) -> dict[str, float]:
+        """Mean metrics, see :meth:`learn_steps`; NaN without any optimizer step."""
+        *sums, weight = np.asarray(totals, np.float64)
+        means = np.array(sums) / (weight or np.nan)
+        return dict(zip(self._metric_names, means.tolist(), strict=True))
+
     def _collect_and_train(self) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
         start = time.perf_counter()
         if not self._epoch and self.task.replay.size and jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, self._stored()))
         self._take_up()
+        if self._on_device:
+            return self._run_on_device(start)
         learner = _Learner(self)
         data: Rollout | None = None
         if self.offline:
@@ -404,6 +471,26 @@ class OffPolicyTrainer(RLTrainer):
         record = {"collect_s": learner.env_s, "train_s": seconds - learner.env_s}
         return episodes, seen, {**record, "exploration_rate": float(learner.rates.mean()), **metrics}
 
+    def _run_on_device(self, start: float) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
+        """What the rest of :meth:`_collect_and_train` does, in one compiled call."""
+        actor, hparams = self._arguments()
+        self._ring, self.state, totals, actor, endings, data = self._run_rows(
+            self.state, self._ring, actor, hparams
+        )
+        self._n_updates += int(hparams["n_updates"].sum())
+        episodes = self.task.count_rows(endings)
+        self.task.went_on(actor)
+        self._known = self.task.actor.observation
+        metrics = self.means(totals)
+        record = {"collect_s": 0.0, "train_s": time.perf_counter() - start}
+        return episodes, data, {**record, "exploration_rate": float(hparams["rates"].mean()), **metrics}
+
+    def _arguments(self) -> tuple[ActorState, dict]:
+        """The last two arguments of :meth:`run_rows`."""
+        n_updates = self.updates_by_row().astype(np.int32)
+        numbers = {**self.hparams(), "rates": self.exploration_rates(), "n_updates": n_updates}
+        return self.task.device_actor(), numbers
+
     def exploration_rates(self) -> np.ndarray:
         """Share of random actions at each vector step of the next epoch, f32 ``[T]``.
 
@@ -415,15 +502,24 @@ class OffPolicyTrainer(RLTrainer):
         else:
             before = self.task.n_interactions()
             rates = optimizers.learning_rates(self._exploration, before, rows * num_envs)[::num_envs]
-        first = -(-self.n_random_left() // num_envs)
-        return np.where(np.arange(rows) < first, np.float32(1.0), rates)
+        return np.where(np.arange(rows) < self._n_random_rows(), np.float32(1.0), rates)
+
+    def updates_by_row(self) -> np.ndarray:
+        """Optimizer steps after each vector step of the next epoch, i64 ``[T]``; ``T`` as in the rates."""
+        rows = np.arange(-1, self._n_rows or 1000)
+        taken = np.diff(self.updates_after(rows)) if self._n_rows else np.zeros_like(rows[1:])
+        return np.where(rows[1:] < self._n_random_rows(), 0, taken)
+
+    def _n_random_rows(self) -> int:
+        """Vector steps of the next epoch in which all actions are random."""
+        return -(-self.n_random_left() // self.task.env.num_envs)
 
     def n_random_left(self) -> int:
         """Decisions that are still to be taken at random before learning begins."""
         known = self.task.n_initial_interactions + self.task.n_interactions()
         return max(0, self.initial_collect_steps - known)
 
-    def updates_after(self, row: int) -> int:
+    def updates_after(self, row: Any) -> Any:
         """Optimizer steps that the epoch has after its vector step ``row``, counted from 0."""
         return (row + 1) * self.train_steps_per_epoch // self._n_rows if self._n_rows else 0
 
@@ -473,7 +569,7 @@ class _Learner:
         self._totals = jnp.zeros(len(trainer._metric_names) + 1)
         self.env_s = 0.0
         self.rates = trainer.exploration_rates()
-        self._first = -(-trainer.n_random_left() // task.env.num_envs)
+        self._n_updates = trainer.updates_by_row().tolist()
         self._row, self._update = 0, 0
         self._observation: PyTree = None
         self._action: PyTree = None
@@ -507,9 +603,7 @@ class _Learner:
                 n_updates, trainer.state, trainer._ring, self._totals, update, self._hparams
             )
             trainer._n_updates += n_updates
-        *totals, weight = np.asarray(self._totals, np.float64)
-        means = np.array(totals) / (weight or np.nan)
-        return dict(zip(trainer._metric_names, means.tolist(), strict=True))
+        return trainer.means(self._totals)
 
     def _next(self, observation: PyTree, key: Any) -> Any:
         """Chooses the next action, and learns from the last one if there was one; returns a new key."""
@@ -519,9 +613,7 @@ class _Learner:
             event = Event(None, None, seen, key, row, update)
             self._action, key = trainer._explore(trainer.state, event, self._draws)
             return key
-        n_updates = 0
-        if self._row > self._first:
-            n_updates = trainer.updates_after(self._row - 1) - trainer.updates_after(self._row - 2)
+        n_updates = self._n_updates[(self._row - 1) % len(self.rates)]
         event = Event(self._facts(), self._action, seen, key, row, update)
         trainer._ring, trainer.state, self._totals, self._action, key = trainer._advance(
             n_updates, trainer.state, trainer._ring, self._totals, event, self._draws, self._hparams

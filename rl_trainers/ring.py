@@ -46,10 +46,15 @@ class Ring(NamedTuple):
         return len(self.position) - 1
 
 
-def pack(steps: TimeStep) -> np.ndarray:
-    """Reward, terminated, truncated, mask, control mask and discount mask of host arrays, f32 ``[.., 6]``."""
+def pack(steps: TimeStep, xp: Any = np) -> Any:
+    """Reward, terminated, truncated, mask, control mask and discount mask, f32 ``[.., 6]``.
+
+    Args:
+        steps: host arrays, or any with
+        xp: ``jax.numpy``.
+    """
     facts = (steps.reward, steps.terminated, steps.truncated, steps.mask, *steps.env_info)
-    return np.stack(facts, axis=-1, dtype=np.float32, casting="unsafe")
+    return xp.stack([xp.asarray(x, xp.float32) for x in facts], axis=-1)
 
 
 def _unpack(observation: PyTree, action: PyTree, facts: jax.Array) -> TimeStep:

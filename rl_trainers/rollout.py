@@ -186,7 +186,7 @@ def unroll_scan(
     """
 
     def row(actor: ActorState, _):
-        return _row(env, act, actor, to_env)
+        return row_scan(env, act, actor, to_env)
 
     actor, (steps, endings) = jax.lax.scan(row, actor, length=unroll_length)
     return actor, Rollout(steps, actor.observation), endings
@@ -213,7 +213,7 @@ def play_scan(
 
     def step(x):
         actor, runs, returns, lengths = x
-        actor, (steps, _) = _row(env, act, actor, to_env)
+        actor, (steps, _) = row_scan(env, act, actor, to_env)
         returns = returns + jnp.where(runs, steps.reward, 0.0)
         lengths = lengths + runs.astype(jnp.int32)
         return actor, runs & ~steps.done & (lengths < limit), returns, lengths
@@ -223,10 +223,10 @@ def play_scan(
     return jax.lax.while_loop(is_running, step, start)[2:]
 
 
-def _row(
-    env, act: Act, actor: ActorState, to_env: Callable
+def row_scan(
+    env, act: Act, actor: ActorState, to_env: Callable = lambda action: action
 ) -> tuple[ActorState, tuple[TimeStep, Endings]]:
-    """One vector step of :func:`unroll_scan`."""
+    """One row of :func:`unroll_scan`, whose arguments these are; steps and endings are ``[B]``."""
     action, dist_inputs, policy_state, key = act(
         actor.observation, actor.policy_state, actor.needs_reset, actor.key
     )

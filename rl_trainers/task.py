@@ -29,7 +29,7 @@ from rl_trainers import rollout as rollout_lib
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs.host import HostEnv, find_spec, make_eval_env, make_host_env
 from rl_trainers.envs.native import DeviceEnv, is_jax_env
-from rl_trainers.rollout import Act, Episodes
+from rl_trainers.rollout import Act, Endings, Episodes
 from rl_trainers.trajectory import Policy, PolicyEnv, Trajectory, Until, padded, play, unroll_until
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
 
@@ -329,12 +329,32 @@ class RLTask:
     def went_on(self, actor: ActorState) -> None:
         """Takes over where a compiled loop left the environments; the replay does not change."""
         self.env.put(actor.env_state, actor.needs_reset, actor.episode_length)
-        self.actor = actor._replace(env_state=())
+        self.actor = actor._replace(
+            env_state=(),
+            needs_reset=np.array(actor.needs_reset),
+            episode_return=np.array(actor.episode_return, np.float64),
+            episode_length=np.array(actor.episode_length, np.int64),
+        )
 
     def count(self, n_interactions: int, n_trajectories: int) -> None:
         """Counts what a compiled loop did."""
         self._n_interactions += n_interactions
         self._n_trajectories += n_trajectories
+
+    def count_rows(self, endings: Endings) -> Episodes:
+        """Counts the rows that a compiled loop added; before :meth:`went_on`.
+
+        Args:
+            endings: ``[T, B]``, of all rows since :attr:`actor`.
+
+        Returns:
+            The episodes that ended.
+        """
+        done = np.asarray(endings.mask)
+        mask = 1.0 - np.concatenate([np.asarray(self.actor.needs_reset)[None], done[:-1]])
+        steps = TimeStep(None, None, 0.0, done, np.zeros_like(done), mask)
+        self._count(steps, np.asarray(self.actor.episode_length), self.max_steps)
+        return endings.episodes()
 
     def collect_trajectories(
         self,
@@ -385,11 +405,15 @@ class RLTask:
     ) -> tuple[Rollout, Episodes]:
         before = self.actor
         self.actor, rollout, episodes = self._unroll(env, act, before, max_steps, *counts)
-        decided = rollout.steps.mask > 0
-        after = replay_lib.positions(rollout.steps, before.episode_length, max_steps)[1:]
+        self._count(rollout.steps, before.episode_length, max_steps)
+        return rollout, episodes
+
+    def _count(self, steps: TimeStep, length: np.ndarray, max_steps: int | None) -> None:
+        """Counts rows ``[T, B]`` before which ``length [B]`` decisions were taken in the running episodes."""
+        decided = steps.mask > 0
+        after = replay_lib.positions(steps, length, max_steps)[1:]
         self._n_trajectories += int(np.count_nonzero(decided & (after == 0)))
         self._n_interactions += int(np.count_nonzero(decided))
-        return rollout, episodes
 
     def _unroll(
         self, env: Any, act: Act, actor: ActorState, max_steps: int | None, *counts: int | None

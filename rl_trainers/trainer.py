@@ -31,7 +31,7 @@ from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
-from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
+from rl_trainers.types import Batch, EnvInfo, PyTree, Rollout, Seen, TimeStep, TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -438,12 +438,22 @@ class RLTrainer:
 
     def _is_traceable(self) -> bool:
         """Whether acting can be part of a compiled loop."""
-        if not isinstance(self.task.env, DeviceEnv) or self._is_sequence:
+        task, hook = self.task, self.task.timestep_to_np
+        if not isinstance(task.env, DeviceEnv) or self._is_sequence:
             return False
+        if hook is None:
+            return True
+        ones, no = np.ones(task.env.num_envs, np.float32), np.zeros(task.env.num_envs, bool)
+        steps = TimeStep(task.actor.observation, None, ones, no, no, ones, env_info=EnvInfo(ones, ones))
         try:
-            jax.eval_shape(self._see, self.task.actor.observation)
-        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError):
-            _log.warning("timestep_to_np is not made of JAX functions, so vector steps are single calls")
+            jax.eval_shape(hook, steps)
+            jax.eval_shape(self._see, task.actor.observation)
+        except Exception as error:  # Whatever it is, the other path shows it if it is a mistake.
+            _log.warning(
+                "timestep_to_np cannot be compiled, so each vector step costs a call of its own; it must be "
+                "made of jax.numpy: %s",
+                error,
+            )
             return False
         return True
 
