@@ -62,6 +62,7 @@ class OffPolicyTrainer(RLTrainer):
     """
 
     on_policy = False
+    _one_device = "its replay and its optimizer steps between vector steps are those of one device"
     _saved_parts = ("train", "task", "loop", "replay")
 
     def __init__(

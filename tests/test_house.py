@@ -20,7 +20,8 @@ LAYERS = [
     {"trajectory"},
     {"datasets"},
     {"task"},
-    {"iteration", "trainer", "off_policy", "policy_trainer", "value_trainer", "actor_critic", "joint", "sac"},
+    {"iteration", "sharding", "trainer", "off_policy", "policy_trainer", "value_trainer", "actor_critic"}
+    | {"joint", "sac"},
     {"drivers"},
     {"trax_compat", "cli"},
 ]
