@@ -207,9 +207,11 @@ class Iteration:
         return jax.lax.fori_loop(0, n, step, (carry, reports))
 
 
-def shardings(mesh: Mesh, on_policy: bool) -> Carry:
+def shardings(mesh: Mesh, on_policy: bool) -> Any:
     """Where the arrays of a :class:`Carry` lie: every device has its environments, and all of the rest."""
-    every, envs, rows = sharding.everywhere(mesh), sharding.along(mesh, 0), sharding.along(mesh, 1)
+    every: Any = sharding.everywhere(mesh)
+    envs: Any = sharding.along(mesh, 0)
+    rows: Any = sharding.along(mesh, 1)
     kept = every if on_policy else Kept(Rollout(rows, envs, every), every)
     return Carry(every, ActorState(Envs(envs, every), envs, envs, envs, every, envs, envs), kept)
 

@@ -173,7 +173,8 @@ def over_rollout(
         What ``apply`` says, ``[T, B, ..]``.
     """
     if not isinstance(observation, Seen):
-        return apply(observation, *others)
+        # Mapped over the environments, which several devices may share; as rows each would do all.
+        return jax.vmap(apply, 1, 1)(observation, *others)
     steps, envs = observation.episode.shape
 
     def join(y):
