@@ -792,7 +792,8 @@ class RLTrainer:
             )
         else:
             action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
-            dist_inputs = self._dist_inputs(params, model_state, batch)
+            rows = jax.tree.map(lambda x: x[None], batch)
+            dist_inputs = self._dist_inputs(params, model_state, rows)[0]
         return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
 
     def _checked(self, observation: PyTree) -> PyTree:

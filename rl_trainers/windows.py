@@ -174,7 +174,8 @@ def over_rollout(
     """
     if not isinstance(observation, Seen):
         # Mapped over the environments, which several devices may share; as rows each would do all.
-        return jax.vmap(apply, 1, 1)(observation, *others)
+        alone = jax.tree.map(lambda x: x[:, :, None], (observation, *others))
+        return jax.tree.map(lambda y: y[:, :, 0], jax.vmap(apply, 1, 1)(*alone))
     steps, envs = observation.episode.shape
 
     def join(y):
