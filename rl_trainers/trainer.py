@@ -376,6 +376,14 @@ class RLTrainer:
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
         self._play = compiled(self._first_episodes, static_argnums=0)
+        self._prepare_iteration()
+        # fold_in of a small number would give a key that splitting gives too.
+        self._policy_key = jax.random.fold_in(key_train, _ASIDE)
+        if self.output_dir is not None:
+            self._resume(self.output_dir)
+
+    def _prepare_iteration(self) -> None:
+        """Compiled epochs, where there can be any, and the devices that share them."""
         self._acts_compiled = self._is_traceable()
         self._iteration = Iteration(self, self._n_replay_epochs) if self._iterates() else None
         self._kept: Any = ()
@@ -386,10 +394,6 @@ class RLTrainer:
             if not self.on_policy:
                 self._kept = self._iteration.first_kept()
                 self._saved_parts = (*self._saved_parts, "kept")
-        # fold_in of a small number would give a key that splitting gives too.
-        self._policy_key = jax.random.fold_in(key_train, _ASIDE)
-        if self.output_dir is not None:
-            self._resume(self.output_dir)
 
     def _targets(self, params: PyTree) -> PyTree:
         """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
