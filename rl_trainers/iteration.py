@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from rl_trainers import replay, rollout
+from rl_trainers import replay, rollout, sharding
+from rl_trainers.envs.native import Envs
 from rl_trainers.rollout import Endings
 from rl_trainers.types import ActorState, PyTree, Rollout, TrainState
 
@@ -203,6 +205,15 @@ class Iteration:
         shapes = jax.eval_shape(self.epoch, carry, jax.tree.map(lambda h: h[0], hparams))[1]
         reports = jax.tree.map(lambda x: jnp.zeros((MOST_EPOCHS, *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, n, step, (carry, reports))
+
+
+def shardings(mesh: Mesh, on_policy: bool) -> Any:
+    """Where the arrays of a :class:`Carry` lie: every device has its environments, and all of the rest."""
+    every: Any = sharding.everywhere(mesh)
+    envs: Any = sharding.along(mesh, 0)
+    rows: Any = sharding.along(mesh, 1)
+    kept = every if on_policy else Kept(Rollout(rows, envs, every), every)
+    return Carry(every, ActorState(Envs(envs, every), envs, envs, envs, every, envs, envs), kept)
 
 
 def stacked(hparams: list[dict]) -> dict:

@@ -63,6 +63,7 @@ class OffPolicyTrainer(RLTrainer):
     """
 
     on_policy = False
+    _one_device = "trainers that learn while they act have replay and learning on one device"
     _saved_parts = ("train", "task", "loop", "replay")
 
     def __init__(

@@ -102,6 +102,7 @@ class Trainer:
         self.n_steps = n_steps
         self.inputs = inputs
         self._loss_fn = loss_fn
+        self.spread: Callable[[Any], Any] = lambda batch: batch  # where the rows of a batch lie
         self._trains = trains
         self._optimizer, self._schedule = optimizers.resolve(optimizer, lr_schedule)
         self.eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
@@ -142,6 +143,7 @@ class Trainer:
             ``(state, metrics)``; the metrics of the loss, ``grad_norm`` as it came, and
             ``clipped_grad_norm`` as it entered the optimizer.
         """
+        batch = self.spread(batch)
         trained, fixed = self._split(state.params)
 
         def loss_fn(trained):

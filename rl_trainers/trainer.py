@@ -23,11 +23,12 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from rl_trainers import checkpoint, metrics, rollout, windows
+from rl_trainers import checkpoint, metrics, rollout, sharding, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
-from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, stacked
+from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, shardings, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
@@ -81,6 +82,7 @@ class RLTrainer:
 
     _saved_parts: tuple[str, ...] = ("train", "task", "loop")
     _is_sequence = False
+    _one_device = ""
     _compiled_before = False
 
     def __init__(
@@ -98,6 +100,7 @@ class RLTrainer:
         max_slice_length: int = 1,
         offline: bool = False,
         seed: int = 0,
+        n_devices: int | None = None,
         collect_per_epoch: int | None = None,
         checkpoint_interval_s: float = 30.0,
         on_epoch: Callable[[dict], None] | None = None,
@@ -123,6 +126,8 @@ class RLTrainer:
             offline: train on the data that the task already has and take no step of an environment but in
                 evaluations; for off-policy algorithms only.
             seed: of parameters and training. Environments and actions are seeded by the task.
+            n_devices: devices that share JAX environments and batches equally, with the result of one;
+                ``None`` for all of the process, but for one where epochs are not compiled as a whole.
             collect_per_epoch: old name of ``n_trajectories_per_epoch``.
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
             on_epoch: called with the record of each epoch.
@@ -176,7 +181,7 @@ class RLTrainer:
         self.offline = offline
         self.output_dir = output_dir
         self.max_slice_length = max_slice_length
-        self.seed = seed
+        self.seed, self.n_devices = seed, n_devices
         self.checkpoint_interval_s = checkpoint_interval_s
         self.on_epoch = on_epoch
         self.on_eval = on_eval
@@ -371,19 +376,24 @@ class RLTrainer:
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
         self._play = compiled(self._first_episodes, static_argnums=0)
-        self._acts_compiled = self._is_traceable()
-        self._iteration = Iteration(self, self._n_replay_epochs) if self._iterates() else None
-        self._kept: Any = ()
-        if self._iteration is not None:
-            self._epochs = compiled(self._iteration.epochs, donate_argnums=0)
-            self._epochs_per_call = 1
-            if not self.on_policy:
-                self._kept = self._iteration.first_kept()
-                self._saved_parts = (*self._saved_parts, "kept")
+        self._prepare_iteration()
         # fold_in of a small number would give a key that splitting gives too.
         self._policy_key = jax.random.fold_in(key_train, _ASIDE)
         if self.output_dir is not None:
             self._resume(self.output_dir)
+
+    def _prepare_iteration(self) -> None:
+        """Compiled epochs, where there can be any, and the devices that share them."""
+        self._acts_compiled = self._is_traceable()
+        self._iteration = Iteration(self, self._n_replay_epochs) if self._iterates() else None
+        self._kept: Any = ()
+        placed = self._share(sharding.make_mesh(self.n_devices, self._why_one_device()))
+        if self._iteration is not None:
+            self._epochs = compiled(self._iteration.epochs, donate_argnums=0, **placed)
+            self._epochs_per_call = 1
+            if not self.on_policy:
+                self._kept = self._iteration.first_kept()
+                self._saved_parts = (*self._saved_parts, "kept")
 
     def _targets(self, params: PyTree) -> PyTree:
         """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
@@ -467,6 +477,31 @@ class RLTrainer:
         streams = any(trainer.inputs for trainer in self._trainers)
         counted = self.n_interactions_per_epoch is not None and not (self.offline or self.only_eval)
         return counted and not own_loop and not streams and self._acts_compiled
+
+    def _why_one_device(self) -> str:
+        """Why several devices cannot be used; empty if they can."""
+        if not isinstance(self.task.env, DeviceEnv):
+            return "environments in Python are stepped one vector step at a time"
+        if self._one_device or self._iteration is not None:
+            return self._one_device or ("" if self.task.env.num_envs > 1 else "there is one environment")
+        return (
+            "epochs are not compiled as a whole, which takes n_interactions_per_epoch, networks that see "
+            "single rows, a timestep_to_np of JAX functions, no stream of one's own, and neither offline nor "
+            "only_eval"
+        )
+
+    def _share(self, mesh: Mesh | None) -> dict[str, Any]:
+        """Shares work among devices; says where arguments and results of compiled epochs lie."""
+        self.n_devices = 1 if mesh is None else mesh.size
+        if mesh is None:
+            return {}
+        sharding.check_divides(mesh, "num_envs", self.task.env.num_envs)
+        for trainer in self._trainers:
+            name = f"the {trainer.name} trainer's batch_size"
+            sharding.check_divides(mesh, name, trainer.batch_size or mesh.size)
+            trainer.spread = functools.partial(sharding.spread, mesh)
+        every, carry = sharding.everywhere(mesh), shardings(mesh, self.on_policy)
+        return {"in_shardings": (carry, every, every), "out_shardings": (carry, every)}
 
     # The loop.
 
@@ -793,7 +828,8 @@ class RLTrainer:
             )
         else:
             action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
-            dist_inputs = self._dist_inputs(params, model_state, batch)
+            rows = jax.tree.map(lambda x: x[None], batch)
+            dist_inputs = self._dist_inputs(params, model_state, rows)[0]
         return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
 
     def _checked(self, observation: PyTree) -> PyTree:

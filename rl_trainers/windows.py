@@ -172,8 +172,12 @@ def over_rollout(
     Returns:
         What ``apply`` says, ``[T, B, ..]``.
     """
+
+    def alone(*rows):  # Several devices may share the environments; of rows [T B] each would do all.
+        return jax.tree.map(lambda y: y[:, 0], apply(*jax.tree.map(lambda x: x[:, None], rows)))
+
     if not isinstance(observation, Seen):
-        return apply(observation, *others)
+        return jax.vmap(alone, 1, 1)(observation, *others)
     steps, envs = observation.episode.shape
 
     def join(y):

@@ -20,7 +20,7 @@ LAYERS = [
     {"trajectory"},
     {"datasets"},
     {"task"},
-    {"iteration", "trainer", "together"},
+    {"sharding", "iteration", "trainer", "together"},
     {"off_policy", "policy_trainer", "value_trainer", "actor_critic", "joint", "sac"},
     {"drivers"},
     {"trax_compat", "cli"},

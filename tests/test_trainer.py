@@ -229,8 +229,8 @@ def test_policy_answers_trajectories_and_observations(ran):
     assert greedy == {int(np.argmax(trainer.policy(observation)[1]))}
     sampled = {int(trainer.policy(observation)[0]) for _ in range(40)}
     assert sampled == {0, 1}
-    batch = trainer._dist_inputs(trainer.state.params, trainer.state.model_state, observation[None])
-    np.testing.assert_allclose(dist_inputs, batch[0], rtol=1e-6)
+    batch = trainer._dist_inputs(trainer.state.params, trainer.state.model_state, observation[None, None])
+    np.testing.assert_allclose(dist_inputs, batch[0, 0], rtol=1e-6)
 
 
 # Continuing.
