@@ -72,7 +72,7 @@ def placed(trainer):
     actor = trainer.task.device_actor()
     result = {
         "state": parts(trainer.state),
-        "envs": parts((actor.observation, actor.env_state.state, actor.needs_reset, actor.episode_return)),
+        "envs": parts((actor.observation, actor.env_state.state)),
         "keys": parts((actor.key, actor.env_state.key)),
     }
     if not trainer.on_policy:
