@@ -106,6 +106,8 @@ class Rollout(NamedTuple):
 class Batch(NamedTuple):
     """What a loss sees, and nothing else; leading axes ``[N, L]``.
 
+    Batches of single rows, whose ``L`` would be 1, come as ``[1, N]``.
+
     Attributes:
         observation: ``[N, L, *obs]``.
         action: ``[N, L, *act]``.
