@@ -378,9 +378,14 @@ def _train_many(arguments: argparse.Namespace) -> int:
         for trainer in trainers:  # one that was killed while it saved has to catch up
             trainer.run(newest, n_epochs_is_total_epochs=True)
         distinct = dict(zip((tuple(member.bindings) for member in all_), trainers, strict=True))
-        run_together(trainers, n_epochs, True, list(distinct.values()), progress)
+        with contextlib.suppress(KeyboardInterrupt):
+            run_together(trainers, n_epochs, True, list(distinct.values()), progress)
         for trainer in trainers:
             trainer.close()
+        if trainers[0].current_epoch < n_epochs:
+            print(f"\nstopped after epoch {trainers[0].current_epoch} of {n_epochs}")
+            print("the same command goes on")
+            return 0
     else:
         with ThreadPoolExecutor(arguments.workers) as pool:
             list(pool.map(functools.partial(_train_member, arguments), all_))

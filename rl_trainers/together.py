@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from rl_trainers.iteration import Carry, Iteration
 from rl_trainers.metrics import Progress
-from rl_trainers.trainer import RLTrainer, compiled
+from rl_trainers.trainer import Interrupt, RLTrainer, compiled
 
 
 def run_together(
@@ -26,7 +27,8 @@ def run_together(
     """Runs epochs of several trainers side by side, and saves them at the end.
 
     Their epochs are one program, mapped over the trainers. Each keeps its own metrics, checkpoints and
-    ``output_dir``, and may be run on alone.
+    ``output_dir``, and may be run on alone. :meth:`RLTrainer.stop` of any, or the first Ctrl-C, ends the run
+    of all after the running epochs.
 
     Args:
         trainers: of tasks with JAX environments. They may differ in seeds and in numbers that are arguments
@@ -52,31 +54,41 @@ def run_together(
     last = n_epochs if n_epochs_is_total_epochs else first.current_epoch + n_epochs
     watched = any(trainer.n_eval_episodes or trainer.on_epoch for trainer in trainers)
     carry = _stack([trainer._carry() for trainer in trainers])
-    saved_s = time.monotonic()
     display = Progress(last) if progress and first.current_epoch < last else None
-    while first.current_epoch < last:
-        n = 1 if watched else first._n_at_once(last - first.current_epoch)
-        numbers = _stack([trainer._numbers(n) for trainer in trainers])
-        start = time.perf_counter()
-        carry, reports = epochs(carry, np.int32(n), numbers)
-        reports = jax.device_get(reports)
-        seconds = (time.perf_counter() - start) / n
-        is_due = time.monotonic() - saved_s > first.checkpoint_interval_s
-        if watched or is_due or first.current_epoch + n >= last:
-            _put_down(trainers, carry)
-        for i, trainer in enumerate(trainers):
-            records = trainer._take_in(jax.tree.map(lambda x: x[i], reports), n, seconds)  # noqa: B023
-            for record in records:
-                if display is not None and trainer is first:
-                    display.update(record)
-                if trainer.on_epoch is not None:
-                    trainer.on_epoch(record)
-        if is_due:
-            for trainer in trainers:
-                trainer.save()
-            saved_s = time.monotonic()
+    for trainer in trainers:
+        trainer._stopped = False
+    saved_s = time.monotonic()
+    with Interrupt(first) as interrupt:
+        while first.current_epoch < last and not any(trainer._stopped for trainer in trainers):
+            n = 1 if watched else first._n_at_once(last - first.current_epoch)
+            numbers = _stack([trainer._numbers(n) for trainer in trainers])
+            start = time.perf_counter()
+            carry, reports = epochs(carry, np.int32(n), numbers)
+            reports = jax.device_get(reports)
+            seconds = (time.perf_counter() - start) / n
+            for i, (trainer, own) in enumerate(zip(trainers, _unstack(carry, len(trainers)), strict=True)):
+                trainer._put_down(own)
+                one = jax.tree.map(lambda x: x[i], reports)  # noqa: B023
+                _tell(trainer, trainer._take_in(one, n, seconds), display if trainer is first else None)
+            if time.monotonic() - saved_s > first.checkpoint_interval_s:
+                _save(trainers)
+                saved_s = time.monotonic()
     if display is not None:
         display.close()
+    _save(trainers)
+    if interrupt.asked:
+        raise KeyboardInterrupt
+
+
+def _tell(trainer: RLTrainer, records: list[dict], display: Progress | None) -> None:
+    for record in records:
+        if display is not None:
+            display.update(record)
+        if trainer.on_epoch is not None:
+            trainer.on_epoch(record)
+
+
+def _save(trainers: Sequence[RLTrainer]) -> None:
     for trainer in trainers:
         trainer.save()
 
@@ -119,6 +131,6 @@ def _stack(trees: list) -> Any:
     return jax.tree.map(lambda *xs: jnp.stack([jnp.asarray(x) for x in xs]), *trees)
 
 
-def _put_down(trainers: Sequence[RLTrainer], carry: Carry) -> None:
-    for i, trainer in enumerate(trainers):
-        trainer._put_down(jax.tree.map(lambda x: jnp.array(x[i]), carry))  # noqa: B023
+@functools.partial(jax.jit, static_argnums=1)
+def _unstack(carry: Carry, n: int) -> list[Carry]:
+    return [jax.tree.map(lambda x: x[i], carry) for i in range(n)]  # noqa: B023

@@ -544,7 +544,7 @@ class RLTrainer:
         last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
         self._stopped = False
         display = metrics.Progress(last) if progress and self._epoch < last else None
-        with _Interrupt(self) as interrupt:
+        with Interrupt(self) as interrupt:
             try:
                 self._run_epochs(last, display)
             finally:
@@ -929,7 +929,7 @@ class RLTrainer:
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
 
 
-class _Interrupt:
+class Interrupt:
     """Lets the first Ctrl-C end a run that has an ``output_dir`` after the running epoch."""
 
     def __init__(self, trainer: RLTrainer):
@@ -939,7 +939,7 @@ class _Interrupt:
         is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         self._acts = trainer.output_dir is not None and in_main_thread and not is_ignored
 
-    def __enter__(self) -> _Interrupt:
+    def __enter__(self) -> Interrupt:
         if self._acts:
             self._previous = signal.signal(signal.SIGINT, self._ask)
         return self

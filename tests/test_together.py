@@ -97,3 +97,13 @@ def test_hooks_and_evaluations_see_every_epoch():
     run_together(together, 2, distinct=together[:1])
     assert [record["epoch"] for record in seen] == [1, 1, 2, 2]
     assert all(record["eval_return"] > 0 for record in seen)
+
+
+def test_one_that_is_stopped_stops_all():
+    together = [make(seed) for seed in range(2)]
+    together[1].on_epoch = lambda record: together[1].stop() if record["epoch"] == 2 else None
+    run_together(together, 5, distinct=together[:1])
+    assert [trainer.current_epoch for trainer in together] == [2, 2]
+    alone = make(0)
+    alone.run(2)
+    assert difference(together[0].state, alone.state) < 1e-5
