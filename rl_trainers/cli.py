@@ -375,10 +375,13 @@ def _train_many(arguments: argparse.Namespace) -> int:
     if trainers:
         n_epochs, progress = _bound("train", "n_epochs", 100), _bound("train", "progress", True)
         newest = max(trainer.current_epoch for trainer in trainers)
-        for trainer in trainers:  # one that was killed while it saved has to catch up
-            trainer.run(newest, n_epochs_is_total_epochs=True)
         distinct = dict(zip((tuple(member.bindings) for member in all_), trainers, strict=True))
-        run_together(trainers, n_epochs, True, list(distinct.values()), progress)
+        with contextlib.suppress(KeyboardInterrupt):
+            for trainer in trainers:  # one that was killed while it saved has to catch up
+                trainer.run(newest, n_epochs_is_total_epochs=True)
+            run_together(trainers, n_epochs, True, list(distinct.values()), progress)
+        if trainers[0].current_epoch < n_epochs:
+            print(f"\nstopped after epoch {trainers[0].current_epoch} of {n_epochs}; run it again to go on")
         for trainer in trainers:
             trainer.close()
     else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_trainers.iteration import Carry, Iteration
 from rl_trainers.metrics import Progress
-from rl_trainers.trainer import RLTrainer, compiled
+from rl_trainers.trainer import Interrupt, RLTrainer, compiled
 
 
 def run_together(
@@ -26,7 +26,8 @@ def run_together(
     """Runs epochs of several trainers side by side, and saves them at the end.
 
     Their epochs are one program, mapped over the trainers. Each keeps its own metrics, checkpoints and
-    ``output_dir``, and may be run on alone.
+    ``output_dir``, and may be run on alone. :meth:`rl_trainers.trainer.RLTrainer.stop` of any of them and the
+    first Ctrl-C end them all after the running epochs.
 
     Args:
         trainers: of tasks with JAX environments. They may differ in seeds and in numbers that are arguments
@@ -51,34 +52,47 @@ def run_together(
     epochs = compiled(jax.vmap(iteration.epochs, in_axes=(0, None, 0)), donate_argnums=0)
     last = n_epochs if n_epochs_is_total_epochs else first.current_epoch + n_epochs
     watched = any(trainer.n_eval_episodes or trainer.on_epoch for trainer in trainers)
-    carry = _stack([trainer._carry() for trainer in trainers])
-    saved_s = time.monotonic()
     display = Progress(last) if progress and first.current_epoch < last else None
-    while first.current_epoch < last:
-        n = 1 if watched else first._n_at_once(last - first.current_epoch)
-        numbers = _stack([trainer._numbers(n) for trainer in trainers])
-        start = time.perf_counter()
-        carry, reports = epochs(carry, np.int32(n), numbers)
-        reports = jax.device_get(reports)
-        seconds = (time.perf_counter() - start) / n
-        is_due = time.monotonic() - saved_s > first.checkpoint_interval_s
-        if watched or is_due or first.current_epoch + n >= last:
-            _put_down(trainers, carry)
-        for i, trainer in enumerate(trainers):
-            records = trainer._take_in(jax.tree.map(lambda x: x[i], reports), n, seconds)  # noqa: B023
-            for record in records:
-                if display is not None and trainer is first:
-                    display.update(record)
-                if trainer.on_epoch is not None:
-                    trainer.on_epoch(record)
-        if is_due:
-            for trainer in trainers:
-                trainer.save()
-            saved_s = time.monotonic()
-    if display is not None:
-        display.close()
     for trainer in trainers:
-        trainer.save()
+        trainer._stopped = False
+    with Interrupt(first) as interrupt:
+        carry = _stack([trainer._carry() for trainer in trainers])
+        saved_s = time.monotonic()
+        while first.current_epoch < last and not any(trainer._stopped for trainer in trainers):
+            n = 1 if watched else first._n_at_once(last - first.current_epoch)
+            numbers = _stack([trainer._numbers(n) for trainer in trainers])
+            start = time.perf_counter()
+            carry, reports = epochs(carry, np.int32(n), numbers)
+            reports = jax.device_get(reports)
+            seconds = (time.perf_counter() - start) / n
+            is_due = time.monotonic() - saved_s > first.checkpoint_interval_s
+            if watched or is_due:
+                _put_down(trainers, carry)
+            _tell(trainers, reports, n, seconds, display)
+            if is_due:
+                for trainer in trainers:
+                    trainer.save()
+                saved_s = time.monotonic()
+        if not watched:
+            _put_down(trainers, carry)
+        if display is not None:
+            display.close()
+        for trainer in trainers:
+            trainer.save()
+    if interrupt.asked:
+        raise KeyboardInterrupt
+
+
+def _tell(
+    trainers: Sequence[RLTrainer], reports: Any, n: int, seconds: float, display: Progress | None
+) -> None:
+    """Counts the epochs of a compiled call, ``seconds`` each, and shows and hands out their records."""
+    for i, trainer in enumerate(trainers):
+        for record in trainer._take_in(jax.tree.map(lambda x: x[i], reports), n, seconds):  # noqa: B023
+            if display is not None and not i:
+                display.update(record)
+            if trainer.on_epoch is not None:
+                trainer.on_epoch(record)
 
 
 def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> tuple[RLTrainer, Iteration]:

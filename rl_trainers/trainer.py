@@ -530,8 +530,8 @@ class RLTrainer:
     ) -> None:
         """Runs epochs, and saves at the end.
 
-        With an ``output_dir`` the first Ctrl-C ends the run after the running epoch, which is saved; the
-        second one ends it at once.
+        With an ``output_dir`` or compiled epochs, the first Ctrl-C ends the run after the running epoch,
+        which is saved; the second one ends it at once.
 
         Args:
             n_epochs: how many.
@@ -544,7 +544,7 @@ class RLTrainer:
         last = n_epochs if n_epochs_is_total_epochs else self._epoch + n_epochs
         self._stopped = False
         display = metrics.Progress(last) if progress and self._epoch < last else None
-        with _Interrupt(self) as interrupt:
+        with Interrupt(self) as interrupt:
             try:
                 self._run_epochs(last, display)
             finally:
@@ -929,17 +929,22 @@ class RLTrainer:
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
 
 
-class _Interrupt:
-    """Lets the first Ctrl-C end a run that has an ``output_dir`` after the running epoch."""
+class Interrupt:
+    """Lets the first Ctrl-C end a run after the running epoch.
+
+    It acts where there is an ``output_dir`` to save to, and where compiled calls consume what the trainer
+    holds, which would be lost with them.
+    """
 
     def __init__(self, trainer: RLTrainer):
         self.asked = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
         is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        self._acts = trainer.output_dir is not None and in_main_thread and not is_ignored
+        waits = trainer.output_dir is not None or isinstance(trainer.task.env, DeviceEnv)
+        self._acts = waits and in_main_thread and not is_ignored
 
-    def __enter__(self) -> _Interrupt:
+    def __enter__(self) -> Interrupt:
         if self._acts:
             self._previous = signal.signal(signal.SIGINT, self._ask)
         return self
