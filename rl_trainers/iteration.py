@@ -126,20 +126,31 @@ def keep_stored(data: Rollout, epoch: np.ndarray, size: int) -> Kept:
 def keep(kept: Kept, data: Rollout, epoch: Any, n_replay_epochs: int) -> Kept:
     """Takes in an epoch's rows ``[T, B]`` and lets go of the oldest; traced.
 
+    Where something else has stepped the environments in between, the newest row kept has lost its successor,
+    and becomes that of the row before it.
+
     Args:
         kept: consumed.
         data: facts.
         epoch: i32 ``[]``.
         n_replay_epochs: newest epochs whose rows count.
     """
-    length = len(data.steps.mask)
-    steps = jax.tree.map(
-        lambda old, new: jnp.concatenate([old[length:], new]), kept.rollout.steps, data.steps
-    )
+    before = kept.rollout.steps
+    length = min(len(data.steps.mask), len(before.mask))
+    goes_on = _same(kept.rollout.last_observation, jax.tree.map(lambda x: x[0], data.steps.observation))
+    before = before._replace(mask=jnp.asarray(before.mask).at[-1].multiply(goes_on))
+    steps = jax.tree.map(lambda old, new: jnp.concatenate([old[length:], new[-length:]]), before, data.steps)
     epochs = jnp.concatenate([kept.epoch[length:], jnp.full(length, epoch, jnp.int32)])
     wanted = (epochs > epoch - n_replay_epochs).astype(jnp.float32)
     steps = steps._replace(mask=steps.mask * wanted[:, None])
     return Kept(Rollout(steps, data.last_observation, kept.rollout.policy_version), epochs)
+
+
+def _same(first: PyTree, second: PyTree) -> jax.Array:
+    """Whether observations ``[B, *obs]`` are equal, bool ``[B]``."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    equal = [jnp.all((x == y).reshape(len(x), -1), axis=1) for x, y in pairs]
+    return jnp.all(jnp.stack(equal), axis=0)
 
 
 class Iteration:
@@ -181,9 +192,16 @@ class Iteration:
             kept = keep(kept, data, hparams["epoch"], self._n_replay_epochs)
             trained = trainer._see_rollout(kept.rollout)
         state, metrics = trainer.learn(state, trained, hparams)
-        state = state._replace(model_state=trainer.gather(state, seen))
+        state = state._replace(model_state=self._gather(state, seen, trained, hparams["epoch"]))
         counts = report(metrics, data.steps, endings, trainer.task.max_steps)
         return Carry(state, actor, kept), counts
+
+    def _gather(self, state: TrainState, seen: Rollout, trained: Rollout, epoch: Any) -> PyTree:
+        """The models' statistics; the first epoch takes in what was stored before it too."""
+        gather = self._trainer.gather
+        if self._trainer.on_policy or not jax.tree.leaves(state.model_state):
+            return gather(state, seen)
+        return jax.lax.cond(epoch == 1, lambda: gather(state, trained), lambda: gather(state, seen))
 
     def epochs(self, carry: Carry, n: Any, hparams: PyTree) -> tuple[Carry, Report]:
         """Several epochs; traced.
