@@ -341,7 +341,7 @@ def members(sweeps: Sequence[str], first_seed: int, n_seeds: int) -> list[Member
         n_seeds: how many.
 
     Raises:
-        ValueError: a binding is not to a list of numbers, or ``n_seeds`` is not positive.
+        ValueError: a binding is not to a list of different numbers, or ``n_seeds`` is not positive.
     """
     if n_seeds < 1:
         raise ValueError(f"n_seeds={n_seeds} must be at least 1")
@@ -356,7 +356,9 @@ def members(sweeps: Sequence[str], first_seed: int, n_seeds: int) -> list[Member
         numbers = isinstance(values, (list, tuple)) and all(isinstance(x, (int, float)) for x in values)
         if not numbers or not values:
             raise ValueError(f"--sweep {sweep!r} must bind a list of numbers, such as 'A.b = [0.1, 0.2]'")
-        axes.append([(f"{name.rpartition('.')[2]}_{x:g}", f"{name} = {x!r}") for x in values])
+        if len(set(values)) < len(values):
+            raise ValueError(f"--sweep {sweep!r} names a number twice, and each has one directory")
+        axes.append([(f"{name.rpartition('.')[2]}_{x!r}", f"{name} = {x!r}") for x in values])
     found = []
     for setting in itertools.product(*axes):
         for seed in range(first_seed, first_seed + n_seeds):

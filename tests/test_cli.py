@@ -460,6 +460,10 @@ def test_every_value_is_tried_with_every_seed():
     ]
     assert found[2].bindings == ["PPOJoint.epsilon = 0.2", "A.b = 3"]
     assert [member.name for member in cli.members([], 0, 2)] == ["seed_0", "seed_1"]
+    near = cli.members(["A.b = [0.12345678, 0.12345679]"], 0, 1)
+    assert len({member.name for member in near}) == 2
+    with pytest.raises(ValueError, match="names a number twice"):
+        cli.members(["A.b = [0.5, 1, 1.0]"], 0, 1)
 
 
 @pytest.mark.parametrize("sweep", ["PPOJoint.epsilon = 0.1", "PPOJoint.epsilon = ['a']", "= []", "[1, 2]"])
