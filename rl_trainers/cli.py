@@ -33,7 +33,7 @@ from etils import epath
 import rl_trainers
 from rl_trainers import distributions, metrics, models
 from rl_trainers.envs.native import is_jax_env
-from rl_trainers.together import run_together
+from rl_trainers.together import NotOneProgramError, run_together
 from rl_trainers.trainer import parameters
 
 _log = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ def members(sweeps: Sequence[str], first_seed: int, n_seeds: int) -> list[Member
         n_seeds: how many.
 
     Raises:
-        ValueError: a binding is not to a list of numbers, or ``n_seeds`` is not positive.
+        ValueError: a binding is not to a list of different numbers, or ``n_seeds`` is not positive.
     """
     if n_seeds < 1:
         raise ValueError(f"n_seeds={n_seeds} must be at least 1")
@@ -356,7 +356,9 @@ def members(sweeps: Sequence[str], first_seed: int, n_seeds: int) -> list[Member
         numbers = isinstance(values, (list, tuple)) and all(isinstance(x, (int, float)) for x in values)
         if not numbers or not values:
             raise ValueError(f"--sweep {sweep!r} must bind a list of numbers, such as 'A.b = [0.1, 0.2]'")
-        axes.append([(f"{name.rpartition('.')[2]}_{x:g}", f"{name} = {x!r}") for x in values])
+        if len(set(values)) < len(values):
+            raise ValueError(f"--sweep {sweep!r} names a number twice, and each has one directory")
+        axes.append([(f"{name.rpartition('.')[2]}_{x!r}", f"{name} = {x!r}") for x in values])
     found = []
     for setting in itertools.product(*axes):
         for seed in range(first_seed, first_seed + n_seeds):
@@ -372,25 +374,33 @@ def _train_many(arguments: argparse.Namespace) -> int:
     base = list(arguments.config_file), list(arguments.config)
     _parse_seeded(base[0], [*base[1], *all_[0].bindings], arguments)
     trainers = _compiled_members(arguments, all_) if is_jax_env(_bound("RLTask", "env", "")) else []
-    if trainers:
-        n_epochs, progress = _bound("train", "n_epochs", 100), _bound("train", "progress", True)
-        newest = max(trainer.current_epoch for trainer in trainers)
-        for trainer in trainers:  # one that was killed while it saved has to catch up
-            trainer.run(newest, n_epochs_is_total_epochs=True)
-        distinct = dict(zip((tuple(member.bindings) for member in all_), trainers, strict=True))
-        with contextlib.suppress(KeyboardInterrupt):
-            run_together(trainers, n_epochs, True, list(distinct.values()), progress)
-        for trainer in trainers:
-            trainer.close()
-        if trainers[0].current_epoch < n_epochs:
-            print(f"\nstopped after epoch {trainers[0].current_epoch} of {n_epochs}")
-            print("the same command goes on")
-            return 0
-    else:
+    if not (trainers and _run_compiled(all_, trainers)):
         with ThreadPoolExecutor(arguments.workers) as pool:
             list(pool.map(functools.partial(_train_member, arguments), all_))
+    elif trainers[0].current_epoch < _bound("train", "n_epochs", 100):
+        print(f"\nstopped after epoch {trainers[0].current_epoch}; the same command goes on")
+        return 0
     _report_many(root, [member.name for member in all_])
     return 0
+
+
+def _run_compiled(all_: Sequence[Member], trainers: Sequence[rl_trainers.RLTrainer]) -> bool:
+    """Runs and closes the trainers; false if they are not one program, and then they have not run."""
+    newest = max(trainer.current_epoch for trainer in trainers)
+    distinct = dict(zip((tuple(member.bindings) for member in all_), trainers, strict=True))
+    n_epochs, progress = _bound("train", "n_epochs", 100), _bound("train", "progress", True)
+    try:
+        for trainer in trainers:  # one that was killed while it saved has to catch up
+            trainer.run(newest, n_epochs_is_total_epochs=True)
+        run_together(trainers, n_epochs, True, list(distinct.values()), progress)
+    except KeyboardInterrupt:
+        pass
+    except NotOneProgramError:
+        return False
+    finally:
+        for trainer in trainers:
+            trainer.close()
+    return True
 
 
 def _compiled_members(

@@ -64,6 +64,7 @@ class Report(NamedTuple):
         return_sum: f32 ``[]``, of those.
         length_sum: f32 ``[]``, likewise.
         latest: f32 ``[100]``, the newest of their returns, the newest first; NaN fills up.
+        is_finite: bool ``[]``, whether all rewards and observations are.
     """
 
     metrics: dict[str, Any]
@@ -73,6 +74,7 @@ class Report(NamedTuple):
     return_sum: Any
     length_sum: Any
     latest: Any
+    is_finite: Any
 
 
 def report(metrics: dict, steps: Any, endings: Endings, max_steps: int | None) -> Report:
@@ -99,6 +101,7 @@ def report(metrics: dict, steps: Any, endings: Endings, max_steps: int | None) -
         return_sum=jnp.sum(jnp.where(ended, endings.returns, 0.0)),
         length_sum=jnp.sum(jnp.where(ended, endings.lengths, 0).astype(jnp.float32)),
         latest=jnp.where(index >= 0, latest, jnp.nan),
+        is_finite=rollout.all_finite(steps),
     )
 
 
@@ -126,20 +129,43 @@ def keep_stored(data: Rollout, epoch: np.ndarray, size: int) -> Kept:
 def keep(kept: Kept, data: Rollout, epoch: Any, n_replay_epochs: int) -> Kept:
     """Takes in an epoch's rows ``[T, B]`` and lets go of the oldest; traced.
 
+    Where something else has stepped the environments in between, the newest row kept has lost its successor,
+    and becomes that of the row before it.
+
     Args:
         kept: consumed.
         data: facts.
         epoch: i32 ``[]``.
         n_replay_epochs: newest epochs whose rows count.
     """
-    length = len(data.steps.mask)
-    steps = jax.tree.map(
-        lambda old, new: jnp.concatenate([old[length:], new]), kept.rollout.steps, data.steps
-    )
+    before = kept.rollout.steps
+    length = min(len(data.steps.mask), len(before.mask))
+    goes_on = _same(kept.rollout.last_observation, jax.tree.map(lambda x: x[0], data.steps.observation))
+    before = before._replace(mask=jnp.asarray(before.mask).at[-1].multiply(goes_on))
+    steps = jax.tree.map(lambda old, new: jnp.concatenate([old[length:], new[-length:]]), before, data.steps)
     epochs = jnp.concatenate([kept.epoch[length:], jnp.full(length, epoch, jnp.int32)])
     wanted = (epochs > epoch - n_replay_epochs).astype(jnp.float32)
     steps = steps._replace(mask=steps.mask * wanted[:, None])
     return Kept(Rollout(steps, data.last_observation, kept.rollout.policy_version), epochs)
+
+
+def resized(kept: Kept, capacity: int) -> Kept:
+    """The newest ``capacity`` rows of host arrays, or empty ones in front of all of them."""
+    n_new = max(0, capacity - len(kept.epoch))
+
+    def fit(x):
+        return np.concatenate([np.zeros_like(x, shape=(n_new, *x.shape[1:])), x[-capacity:]])
+
+    steps = jax.tree.map(fit, kept.rollout.steps)
+    epoch = np.where(np.arange(capacity) < n_new, np.int32(-1), fit(kept.epoch))
+    return Kept(kept.rollout._replace(steps=steps), epoch)
+
+
+def _same(first: PyTree, second: PyTree) -> jax.Array:
+    """Whether observations ``[B, *obs]`` are equal, bool ``[B]``."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    equal = [jnp.all((x == y).reshape(len(x), -1), axis=1) for x, y in pairs]
+    return jnp.all(jnp.stack(equal), axis=0)
 
 
 class Iteration:
@@ -181,9 +207,16 @@ class Iteration:
             kept = keep(kept, data, hparams["epoch"], self._n_replay_epochs)
             trained = trainer._see_rollout(kept.rollout)
         state, metrics = trainer.learn(state, trained, hparams)
-        state = state._replace(model_state=trainer.gather(state, seen))
+        state = state._replace(model_state=self._gather(state, seen, trained, hparams["epoch"]))
         counts = report(metrics, data.steps, endings, trainer.task.max_steps)
         return Carry(state, actor, kept), counts
+
+    def _gather(self, state: TrainState, seen: Rollout, trained: Rollout, epoch: Any) -> PyTree:
+        """The models' statistics; the first epoch takes in what was stored before it too."""
+        gather = self._trainer.gather
+        if self._trainer.on_policy or not jax.tree.leaves(state.model_state):
+            return gather(state, seen)
+        return jax.lax.cond(epoch == 1, lambda: gather(state, trained), lambda: gather(state, seen))
 
     def epochs(self, carry: Carry, n: Any, hparams: PyTree) -> tuple[Carry, Report]:
         """Several epochs; traced.

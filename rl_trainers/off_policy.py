@@ -352,7 +352,7 @@ class OffPolicyTrainer(RLTrainer):
 
     def run_rows(
         self, state: TrainState, memory: ring.Ring, actor: ActorState, hparams: dict
-    ) -> tuple[ring.Ring, TrainState, jax.Array, ActorState, rollout.Endings, Rollout | None]:
+    ) -> tuple[ring.Ring, TrainState, jax.Array, ActorState, rollout.Endings, Rollout | None, jax.Array]:
         """A whole epoch in JAX environments: acts, steps them, stores what happened, and learns, in turn.
 
         Args:
@@ -362,9 +362,9 @@ class OffPolicyTrainer(RLTrainer):
             hparams: see :meth:`hparams`; and ``rates`` f32 ``[T]`` and ``n_updates`` i32 ``[T]``.
 
         Returns:
-            ``(memory, state, totals, actor, endings, data)``: as in :meth:`advance` and
-            :func:`rl_trainers.rollout.unroll_scan`, and what models see of the rows ``[T, B]`` if their
-            statistics are to take it in.
+            ``(memory, state, totals, actor, endings, data, is_finite)``: as in :meth:`advance` and
+            :func:`rl_trainers.rollout.unroll_scan`, what models see of the rows ``[T, B]`` if their
+            statistics are to take it in, and whether all rewards and observations were finite.
         """
         drawn, key = self.draw_batches(state.key)
         draws, key_act = self.draw(actor.key, hparams["rates"])
@@ -376,20 +376,21 @@ class OffPolicyTrainer(RLTrainer):
             memory, state, totals, actor, update = carry
             act = functools.partial(self._act_in_row, state, draws, i)
             actor, (steps, endings) = rollout.row_scan(env, act, actor, to_env)
+            is_finite = rollout.all_finite(steps)
             action, steps = steps.action, hook(steps)
             following = self._see(actor.observation)
             memory = ring.add(memory, action, ring.pack(steps, jnp), following, self._frames)
             n_updates = hparams["n_updates"][i]
             state, totals = self.learn_steps(n_updates, state, memory, totals, update, hparams)
             seen = steps if jax.tree.leaves(state.model_state) else None
-            return (memory, state, totals, actor, update + n_updates), (endings, seen)
+            return (memory, state, totals, actor, update + n_updates), (endings, seen, is_finite)
 
         totals = jnp.zeros(len(self._metric_names) + 1)
         start = memory, state._replace(key=key), totals, actor._replace(key=key_act), jnp.int32(0)
-        end, (endings, steps) = jax.lax.scan(row, start, jnp.arange(self._n_rows))
+        end, (endings, steps, is_finite) = jax.lax.scan(row, start, jnp.arange(self._n_rows))
         memory, state, totals, actor, _ = end
         data = None if steps is None else Rollout(steps, self._see(actor.observation))
-        return memory, state, totals, actor, endings, data
+        return memory, state, totals, actor, endings, data, jnp.all(is_finite)
 
     def _act_in_row(
         self,
@@ -475,9 +476,10 @@ class OffPolicyTrainer(RLTrainer):
     def _run_on_device(self, start: float) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
         """What the rest of :meth:`_collect_and_train` does, in one compiled call."""
         actor, hparams = self._arguments()
-        self._ring, self.state, totals, actor, endings, data = self._run_rows(
+        self._ring, self.state, totals, actor, endings, data, is_finite = self._run_rows(
             self.state, self._ring, actor, hparams
         )
+        self._check_finite(is_finite)
         self._n_updates += int(hparams["n_updates"].sum())
         episodes = self.task.count_rows(endings)
         self.task.went_on(actor)

@@ -252,6 +252,12 @@ def row_scan(
     return actor, (steps, endings)
 
 
+def all_finite(steps: TimeStep) -> jax.Array:
+    """Whether no reward and no observation is NaN or infinite, bool ``[]``; traced."""
+    leaves = [steps.reward, *jax.tree.leaves(steps.observation)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
 def _to_host(tree: PyTree) -> PyTree:
     return np.asarray(tree) if isinstance(tree, jax.Array) else jax.tree.map(np.asarray, tree)
 

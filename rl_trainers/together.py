@@ -17,6 +17,10 @@ from rl_trainers.metrics import Progress
 from rl_trainers.trainer import Interrupt, RLTrainer, compiled
 
 
+class NotOneProgramError(ValueError):
+    """Trainers whose epochs are different programs."""
+
+
 def run_together(
     trainers: Sequence[RLTrainer],
     n_epochs: int = 1,
@@ -112,7 +116,7 @@ def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> tu
         if program != programs[0]:
             pair = programs[0].splitlines(), program.splitlines()
             change = [line[1:].strip() for line in difflib.unified_diff(*pair, lineterm="", n=0)][3:5]
-            raise ValueError(
+            raise NotOneProgramError(
                 "the trainers differ in more than seeds and arguments of the compiled step; run them one "
                 f"after another. The first difference of their programs: {' | '.join(change)[:300]}"
             )

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from rl_trainers import checkpoint, metrics, rollout, sharding, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
-from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, shardings, stacked
+from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, resized, shardings, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
@@ -530,8 +530,8 @@ class RLTrainer:
     ) -> None:
         """Runs epochs, and saves at the end.
 
-        With an ``output_dir`` the first Ctrl-C ends the run after the running epoch, which is saved; the
-        second one ends it at once.
+        With an ``output_dir`` or compiled epochs, the first Ctrl-C ends the run after the running epoch,
+        which is saved; the second one ends it at once.
 
         Args:
             n_epochs: how many.
@@ -621,6 +621,7 @@ class RLTrainer:
         return [self._count(jax.tree.map(lambda x: x[i], reports), seconds) for i in range(n)]  # noqa: B023
 
     def _count(self, report: Report, seconds: float) -> dict[str, float]:
+        self._check_finite(report.is_finite)
         self.task.count(int(report.n_interactions), int(report.n_trajectories))
         n_episodes = int(report.n_episodes)
         counts = {
@@ -632,6 +633,13 @@ class RLTrainer:
         latest = report.latest[np.isfinite(report.latest)][::-1]
         began = time.perf_counter() - seconds
         return self._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result})
+
+    def _check_finite(self, is_finite: Any) -> None:
+        if not is_finite:
+            raise FloatingPointError(
+                f"{self.task.env_name}: a reward or observation was NaN or infinite in epoch "
+                f"{self._epoch + 1}, and the parameters are spoilt; the last checkpoint is from before"
+            )
 
     def _finish_epoch(
         self, start: float, counts: dict[str, float], returns: Any, result: dict[str, float]
@@ -867,8 +875,9 @@ class RLTrainer:
         self.task.load_state_dict(tree["task"])
         if "kept" in self._saved_parts:
             like, structure = jax.tree.flatten(self._kept)
-            leaves = [jnp.array(tree["kept"][f"kept_{i}"]) for i in range(len(like))]
-            self._kept = jax.tree.unflatten(structure, leaves)
+            leaves = [np.array(tree["kept"][f"kept_{i}"]) for i in range(len(like))]
+            kept = jax.tree.unflatten(structure, leaves)
+            self._kept = jax.tree.map(jnp.array, resized(kept, len(self._kept.epoch)))
         loop = tree["loop"]
         self._epoch = int(loop["epoch"])
         self._wall_s = float(loop["wall_s"])
@@ -930,14 +939,19 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 
 class Interrupt:
-    """Lets the first Ctrl-C end a run that has an ``output_dir`` after the running epoch."""
+    """Lets the first Ctrl-C end a run after the running epoch.
+
+    It acts where there is an ``output_dir`` to save to, and where compiled calls consume what the trainer
+    holds, which would be lost with them.
+    """
 
     def __init__(self, trainer: RLTrainer):
         self.asked = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
         is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        self._acts = trainer.output_dir is not None and in_main_thread and not is_ignored
+        waits = trainer.output_dir is not None or isinstance(trainer.task.env, DeviceEnv)
+        self._acts = waits and in_main_thread and not is_ignored
 
     def __enter__(self) -> Interrupt:
         if self._acts:

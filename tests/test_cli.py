@@ -460,6 +460,10 @@ def test_every_value_is_tried_with_every_seed():
     ]
     assert found[2].bindings == ["PPOJoint.epsilon = 0.2", "A.b = 3"]
     assert [member.name for member in cli.members([], 0, 2)] == ["seed_0", "seed_1"]
+    near = cli.members(["A.b = [0.12345678, 0.12345679]"], 0, 1)
+    assert len({member.name for member in near}) == 2
+    with pytest.raises(ValueError, match="names a number twice"):
+        cli.members(["A.b = [0.5, 1, 1.0]"], 0, 1)
 
 
 @pytest.mark.parametrize("sweep", ["PPOJoint.epsilon = 0.1", "PPOJoint.epsilon = ['a']", "= []", "[1, 2]"])
@@ -506,3 +510,13 @@ def test_a_wrong_sweep_stops_before_anything_runs(config, tmp_path, no_environme
     arguments = ["--config_file", str(config), "--output_dir", str(tmp_path)]
     assert cli.main(["train", *arguments, "--sweep", "PPOJoint.epsilom = [1, 2]"]) == 2
     assert "epsilon" in capsys.readouterr().err
+
+
+def test_settings_that_are_not_one_program_train_in_processes(config, tmp_path, capsys):
+    pytest.importorskip("gymnax")
+    bindings = ["train.n_epochs = 2", "RLTask.env = 'gymnax:CartPole-v1'"]
+    arguments = ["--config_file", str(config), "--output_dir", str(tmp_path)]
+    arguments += [word for binding in bindings for word in ("--config", binding)]
+    assert cli.main(["train", *arguments, "--sweep", "PPOJoint.batch_size = [32, 64]"]) == 0
+    for name in ("batch_size_32-seed_0", "batch_size_64-seed_0"):
+        assert len(lines(tmp_path / name)) == 2

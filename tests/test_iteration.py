@@ -1,14 +1,16 @@
 """Compiled epochs over JAX environments against epochs that step them row by row."""
 
 import functools
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 
-from rl_trainers import A2C, AWR, PPO, RWR, A2CJoint, AWRJoint, PPOJoint, RLTask, metrics, models
-from rl_trainers.envs import DeviceEnv, make_host_env, probe_jax
+from rl_trainers import A2C, AWR, DQN, PPO, RWR, A2CJoint, AWRJoint, PPOJoint, RLTask, metrics, models
+from rl_trainers.envs import DeviceEnv, JaxEnv, make_host_env, probe_jax
 from rl_trainers.iteration import keep, keep_stored, report
 from rl_trainers.rollout import Endings
 from rl_trainers.trainer import RLTrainer
@@ -110,11 +112,11 @@ def test_a_report_counts_what_happened():
 
 
 def test_rows_are_kept_for_as_many_epochs_as_asked_for():
-    def rollout(value, n):
+    def rollout(value, n, last=0.0):
         steps = steps_of(np.ones((n, 1)), np.zeros((n, 1)))
-        return Rollout(steps._replace(reward=jnp.full((n, 1), value)), jnp.full(1, 9.0))
+        return Rollout(steps._replace(reward=jnp.full((n, 1), value)), jnp.full(1, last))
 
-    data = rollout(0.0, 5)
+    data = rollout(0.0, 5, last=9.0)
     data = data._replace(steps=data.steps._replace(mask=np.array([[1], [1], [0], [0], [0]], np.float32)))
     kept = keep_stored(jax.tree.map(np.asarray, data), np.array([0, 0]), 2)
     np.testing.assert_array_equal(kept.epoch, [-1, -1, -1, 0, 0, 0])
@@ -128,6 +130,28 @@ def test_rows_are_kept_for_as_many_epochs_as_asked_for():
     np.testing.assert_array_equal(kept.epoch, [0, 0, 1, 1, 2, 2])
     np.testing.assert_array_equal(kept.rollout.steps.mask[:, 0], [0, 0, 1, 1, 1, 1])
     np.testing.assert_array_equal(kept.rollout.steps.reward[2:, 0], [1, 1, 2, 2])
+
+    # More rows than there is room for.
+    kept = keep(kept, rollout(3.0, 8), 3, 2)
+    np.testing.assert_array_equal(kept.epoch, [3] * 6)
+    np.testing.assert_array_equal(kept.rollout.steps.reward[:, 0], [3] * 6)
+
+
+def test_rows_that_lost_their_successor_are_not_learned_from():
+    env = JaxEnv(
+        lambda key: (jnp.int32(0), jnp.zeros(1)),
+        lambda state, action, key: (state + 1, jnp.ones(1) * (state + 1), 1.0, state >= 90, False, {}),
+        spaces.Box(0.0, np.inf, (1,), np.float32),
+        spaces.Discrete(2),
+    )
+    options = {"n_replay_epochs": 3, "batch_size": None, "train_steps_per_epoch": 1}
+    trainer = AWRJoint(RLTask(env, num_envs=2), n_interactions_per_epoch=8, **options)
+    trainer.run(2)
+    trainer.task.collect(lambda *args: (np.zeros(2, np.int32), None, args[1], args[3]), unroll_length=5)
+    trainer.run(1)
+    steps = trainer._kept.rollout.steps
+    np.testing.assert_array_equal(steps.observation[:, 0, 0], [*range(8), 13, 14, 15, 16])
+    np.testing.assert_array_equal(steps.mask[:, 0], [1] * 7 + [0] + [1] * 4)
 
 
 @pytest.mark.parametrize("cls", [PPOJoint, AWR])
@@ -216,6 +240,39 @@ def test_normaliser_statistics_are_those_of_all_rows(monkeypatch):
     assert difference(compiled.state.model_state, plain.state.model_state) < 1e-5
 
 
+def test_normaliser_statistics_are_those_of_initial_trajectories_too(monkeypatch):
+    model = functools.partial(models.PolicyAndValue, normalizer=models.Normalize)
+    options = {**OFF_POLICY[AWRJoint], "joint_model": model, "n_replay_epochs": 3}
+    compiled = make(AWRJoint, options, initial_trajectories=9)
+    plain = row_by_row(monkeypatch, AWRJoint, options, initial_trajectories=9)
+    for _ in range(2):
+        compiled.run(1)
+        plain.run(1)
+        counts = [jax.tree.leaves(trainer.state.model_state)[0] for trainer in (compiled, plain)]
+        n_initial = compiled.task.n_initial_interactions
+        assert counts[0] == counts[1] == n_initial + compiled.task.n_interactions()
+
+
+def test_an_interrupt_waits_for_the_compiled_epochs(monkeypatch):
+    trainer = make(PPOJoint, ON_POLICY[PPOJoint])
+    trainer.run(2)
+    put_down = trainer._put_down
+
+    def interrupted(carry):
+        signal.raise_signal(signal.SIGINT)
+        put_down(carry)
+
+    monkeypatch.setattr(trainer, "_put_down", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(10_000)
+    monkeypatch.undo()
+    n_epochs = trainer.current_epoch
+    assert n_epochs < 10_000
+    trainer.run(1)
+    assert trainer.current_epoch == n_epochs + 1
+    assert trainer.state.step == 8 * trainer.current_epoch
+
+
 def test_a_device_env_goes_on_from_its_snapshot():
     env = DeviceEnv(probe_jax.counting(3), 2)
     env.reset(5)
@@ -241,3 +298,37 @@ def test_what_is_for_python_environments_is_refused():
         RLTask(probe_jax.counting(3), num_stacked_frames=4)
     with pytest.raises(ValueError, match="backend='async'.*nearest valid value: 'auto'"):
         RLTask(probe_jax.counting(3), backend="async")
+
+
+def spoilt():
+    """A probe whose reward is NaN from its second step on."""
+    env = probe_jax.counting(7, truncates=True)
+
+    def step(state, action, key):
+        state, observation, reward, *rest = env.step(state, action, key)
+        return state, observation, jnp.where(state.t > 1, jnp.nan, reward), *rest
+
+    return env._replace(step=step)
+
+
+@pytest.mark.parametrize("cls", [PPOJoint, DQN])
+def test_what_is_not_finite_stops_the_run(cls):
+    trainer = cls(RLTask(spoilt(), num_envs=2), n_interactions_per_epoch=32)
+    with pytest.raises(FloatingPointError, match="NaN or infinite in epoch 1"):
+        trainer.run(2)
+    assert trainer.current_epoch == 0
+
+
+def test_a_run_goes_on_with_room_for_more_epochs(tmp_path):
+    options = {**OFF_POLICY[AWR], "output_dir": str(tmp_path)}
+    first = make(AWR, {**options, "n_replay_epochs": 2})
+    first.run(3)
+    kept = np.asarray(first._kept.rollout.steps.reward)
+    first.close()
+    second = make(AWR, {**options, "n_replay_epochs": 4})
+    assert second._kept.epoch.shape == (64,)
+    np.testing.assert_array_equal(second._kept.epoch[:32], np.full(32, -1))
+    np.testing.assert_array_equal(second._kept.rollout.steps.reward[32:], kept)
+    assert np.asarray(second._kept.rollout.steps.mask)[:32].sum() == 0
+    second.run(1)
+    second.close()

@@ -1,6 +1,7 @@
 """Many runs in one program against single ones."""
 
 import functools
+import signal
 
 import jax
 import numpy as np
@@ -107,3 +108,27 @@ def test_one_that_is_stopped_stops_all():
     alone = make(0)
     alone.run(2)
     assert difference(together[0].state, alone.state) < 1e-5
+
+
+def test_an_interrupt_leaves_trainers_where_they_stand(monkeypatch, tmp_path):
+    together = [make(seed, output_dir=str(tmp_path / str(seed))) for seed in range(2)]
+    take_in = together[0]._take_in
+
+    def interrupted(*arguments):
+        if together[0].current_epoch > 2:
+            signal.raise_signal(signal.SIGINT)
+        return take_in(*arguments)
+
+    monkeypatch.setattr(together[0], "_take_in", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_together(together, 10_000, distinct=together[:1])
+    monkeypatch.undo()
+    n_epochs = together[0].current_epoch
+    assert n_epochs < 10_000
+    for seed, trainer in enumerate(together):
+        assert trainer.current_epoch == n_epochs
+        assert trainer.state.step == 8 * n_epochs
+        trainer.close()
+        again = make(seed, output_dir=str(tmp_path / str(seed)))
+        assert again.current_epoch == n_epochs
+        again.close()

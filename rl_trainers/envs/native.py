@@ -227,7 +227,8 @@ def _settled(env: JaxEnv) -> JaxEnv:
     key = jax.random.PRNGKey(0)
     example, form = _example(env.observation_space), _example(env.action_space)
     first, seen = jax.eval_shape(env.reset, key)
-    second, then, reward, *flags, _ = jax.eval_shape(env.step, first, form, key)
+    _check_storable(env.name, first)
+    second, then, reward, *flags, _ = jax.eval_shape(functools.partial(_outcome, env), first, form, key)
     _check_same(env.name, "its state", "after a step", first, second)
     _check_same(env.name, "its observation", "after a reset", example, seen)
     _check_same(env.name, "its observation", "after a step", example, then)
@@ -245,11 +246,31 @@ def _settled(env: JaxEnv) -> JaxEnv:
         return cast(*env.reset(key))
 
     def step(state, action, key):
-        state, observation, reward, terminated, truncated, info = env.step(state, action, key)
+        state, observation, reward, terminated, truncated, info = _outcome(env, state, action, key)
         flags = jnp.asarray(terminated, bool), jnp.asarray(truncated, bool)
         return *cast(state, observation), jnp.asarray(reward, jnp.float32), *flags, info
 
     return env._replace(reset=reset, step=step)
+
+
+def _outcome(env: JaxEnv, state: PyTree, action: PyTree, key: Any) -> tuple:
+    """A step, with nothing in its ``info`` but what is known; traced."""
+    outcome = env.step(state, action, key)
+    if not (isinstance(outcome, (tuple, list)) and len(outcome) == 6 and isinstance(outcome[5], dict)):
+        raise ValueError(
+            f"env: step of {env.name} must return (state, observation, reward, terminated, truncated, info), "
+            "where info is a dict"
+        )
+    *others, info = outcome
+    return *others, {name: info[name] for name in EnvInfo._fields if name in info}
+
+
+def _check_storable(env: str, state: PyTree) -> None:
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f"env: the state of {env} has a typed key, which checkpoints cannot hold; keep "
+            "jax.random.key_data of it, or draw from the key that step is given"
+        )
 
 
 def _example(space: gymnasium.Space) -> PyTree:
@@ -427,14 +448,14 @@ class GymView(gymnasium.Env):
     """A :class:`JaxEnv` as a ``gymnasium.Env``, for tests and for drawing; a call of it costs a dispatch.
 
     Args:
-        env: what :func:`make_jax_env` returns.
+        env: see :func:`make_jax_env`.
 
     Attributes:
         state: the environment's state, for what draws it.
     """
 
-    def __init__(self, env: JaxEnv):
-        self.env = env
+    def __init__(self, env: Any):
+        self.env = env = make_jax_env(env)
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self._reset, self._step = jax.jit(env.reset), jax.jit(env.step)
         self._key: Any = None

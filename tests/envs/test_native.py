@@ -87,12 +87,24 @@ def test_what_is_a_jax_env(env, known):
             pair(step=lambda s, a, k: (s, jnp.zeros(1), 0.0, False, jnp.zeros(2, bool), {})),
             r"the truncated of JaxEnv has the shape \(2,\)",
         ),
+        (pair(step=lambda s, a, k: (s, jnp.zeros(1), 0.0, False, False)), "step of JaxEnv must return"),
+        (pair(step=lambda s, a, k: (s, jnp.zeros(1), 0.0, False, False, None)), "info is a dict"),
+        (pair(reset=lambda key: (jax.random.key(0), jnp.zeros(1))), "has a typed key"),
         ("gymnasium:CartPole-v1", "the nearest is 'gymnax:'"),
     ],
 )
 def test_what_does_not_fit_is_refused(env, message):
     with pytest.raises(ValueError, match=message):
         make_jax_env(env)
+
+
+def test_what_is_not_known_of_info_is_left_out():
+    def step(state, action, key):
+        return state, jnp.zeros(1), 0.0, False, False, {"name": "x", "control_mask": 0.0}
+
+    env = make_jax_env(pair(step=step))
+    state, _ = env.reset(jax.random.PRNGKey(0))
+    assert env.step(state, 0, jax.random.PRNGKey(0))[-1] == {"control_mask": 0.0}
 
 
 def test_other_objects_are_refused():
@@ -172,6 +184,8 @@ def test_counting(truncates):
 
 
 def test_a_view_counts_to_the_limit_and_starts_anew():
+    view = GymView(tuple(probe_jax.endless())[:4])  # what is not settled yet is taken too
+    assert view.reset(seed=0)[0].shape == (1,)
     view = GymView(probe_jax.endless()._replace(time_limit=2))
     for _ in range(2):
         assert view.reset()[0].tolist() == [0]
