@@ -127,8 +127,8 @@ class ActorCriticJointTrainer(RLTrainer):
         """The loss of one batch; traced.
 
         Args:
-            dist_inputs: f32 ``[N, L, D]``, the model's.
-            value: f32 ``[N, L]``, the model's.
+            dist_inputs: f32 ``[N, L, D]``, the model's; ``[1, N, D]`` where slices are single rows.
+            value: f32 ``[N, L]``, the model's; likewise.
             batch: with normalised advantages, if that is asked for.
             hparams: f32 scalars by name.
 

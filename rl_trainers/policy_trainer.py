@@ -111,7 +111,7 @@ class PolicyTrainer(RLTrainer):
         """The loss of one batch; traced.
 
         Args:
-            dist_inputs: f32 ``[N, L, D]``, the model's.
+            dist_inputs: f32 ``[N, L, D]``, the model's; ``[1, N, D]`` where slices are single rows.
             batch: rows with what :meth:`policy_inputs` said as ``advantage``.
             hparams: f32 scalars by name.
 

@@ -560,7 +560,7 @@ class RLTrainer:
             if self._iteration is None:
                 records = [self._run_epoch()]
             else:
-                records = self._iterate(self._iteration, last - self._epoch)
+                records = self._iterate(last - self._epoch)
             for record in records:
                 if display is not None:
                     display.update(record)
@@ -586,7 +586,7 @@ class RLTrainer:
         }
         return self._finish_epoch(start, counts, episodes.returns, result)
 
-    def _iterate(self, iteration: Iteration, n_left: int) -> list[dict[str, float]]:
+    def _iterate(self, n_left: int) -> list[dict[str, float]]:
         """Runs compiled epochs, as many as take about a fifth of a second; their records."""
         n = self._n_at_once(n_left)
         start = time.perf_counter()

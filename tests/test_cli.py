@@ -321,14 +321,6 @@ def test_mistakes_in_arguments_exit_with_2(capsys):
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.fixture
-def interrupts():
-    """SIGINT as at a prompt; a job in the background of a script inherits that it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupt_finishes_the_epoch(config, tmp_path, interrupts):
     def interrupt(self, record, original=PPOJoint.train_epoch):
         if self.current_epoch == 1:

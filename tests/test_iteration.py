@@ -253,7 +253,7 @@ def test_normaliser_statistics_are_those_of_initial_trajectories_too(monkeypatch
         assert counts[0] == counts[1] == n_initial + compiled.task.n_interactions()
 
 
-def test_an_interrupt_waits_for_the_compiled_epochs(monkeypatch):
+def test_an_interrupt_waits_for_the_compiled_epochs(monkeypatch, interrupts):
     trainer = make(PPOJoint, ON_POLICY[PPOJoint])
     trainer.run(2)
     put_down = trainer._put_down

@@ -110,7 +110,7 @@ def test_one_that_is_stopped_stops_all():
     assert difference(together[0].state, alone.state) < 1e-5
 
 
-def test_an_interrupt_leaves_trainers_where_they_stand(monkeypatch, tmp_path):
+def test_an_interrupt_leaves_trainers_where_they_stand(monkeypatch, tmp_path, interrupts):
     together = [make(seed, output_dir=str(tmp_path / str(seed))) for seed in range(2)]
     take_in = together[0]._take_in
 
