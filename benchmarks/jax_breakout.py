@@ -23,10 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NUM_ENVS, UNROLL, N_EPISODES = 64, 128, 128
 ROWS = NUM_ENVS * UNROLL
-LEARNING_RATE = 2.5e-3  # with 5e-4 both stop at 7 points, in episodes that hardly vary
 
 
-def ours(seed: int, steps: int, parts: int) -> dict[str, Any]:
+def ours(seed: int, steps: int, parts: int, learning_rate: float) -> dict[str, Any]:
     """Trains and evaluates rl_trainers."""
     import flax.linen as nn
 
@@ -36,7 +35,7 @@ def ours(seed: int, steps: int, parts: int) -> dict[str, Any]:
     trainer = PPOJoint(
         RLTask("gymnax:Breakout-MinAtar", num_envs=NUM_ENVS, gamma=0.99, seed=seed),
         joint_model=functools.partial(models.PolicyAndValue, body=body, joint=False),
-        lr_schedule=LEARNING_RATE,
+        lr_schedule=learning_rate,
         n_interactions_per_epoch=ROWS,
         batch_size=ROWS // 8,
         train_steps_per_epoch=32,
@@ -53,7 +52,7 @@ def ours(seed: int, steps: int, parts: int) -> dict[str, Any]:
     return {"env_steps": trainer.task.n_interactions(), "train_s": seconds, "returns": returns}
 
 
-def peer(seed: int, steps: int, parts: int) -> dict[str, Any]:
+def peer(seed: int, steps: int, parts: int, learning_rate: float) -> dict[str, Any]:
     """The same with rejax."""
     import jax
     from rejax import PPO
@@ -66,7 +65,7 @@ def peer(seed: int, steps: int, parts: int) -> dict[str, Any]:
         num_steps=UNROLL,
         num_epochs=4,
         num_minibatches=8,
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate,
         gamma=0.99,
         gae_lambda=0.95,
         clip_eps=0.2,
@@ -102,15 +101,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000_000)
     parser.add_argument("--parts", type=int, default=5, help="evaluations")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning_rate", type=float, default=2.5e-3)
     parser.add_argument("--sides", nargs="+", choices=("ours", "peer"), default=["ours", "peer"])
     parser.add_argument("--peer_python", default=sys.executable, help="has rejax and gymnax<1")
     parser.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         side = {"ours": ours, "peer": peer}[options.worker]
-        figures = side(options.seed, options.steps, options.parts)
+        figures = side(options.seed, options.steps, options.parts, options.learning_rate)
         figures["returns"] = [round(x, 2) for x in figures["returns"]]
-        print(json.dumps({"side": options.worker, "seed": options.seed, **figures}))
+        setting = {"side": options.worker, "seed": options.seed, "learning_rate": options.learning_rate}
+        print(json.dumps({**setting, **figures}))
         return
     for side_name in options.sides:
         environment = dict(os.environ)
@@ -118,6 +119,7 @@ def main() -> None:
             environment["PYTHONPATH"] = str(ROOT)
         python = options.peer_python if side_name == "peer" else sys.executable
         numbers = ["--seed", str(options.seed), "--steps", str(options.steps), "--parts", str(options.parts)]
+        numbers += ["--learning_rate", str(options.learning_rate)]
         subprocess.run([python, __file__, "--worker", side_name, *numbers], env=environment, check=True)
 
 
