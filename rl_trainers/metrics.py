@@ -402,12 +402,10 @@ def _curve(directory: epath.Path, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _iqm(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
     """Steps, interquartile mean and its 95 % interval where runs overlap; f64 ``[50]`` each."""
-    from rliable.metrics import aggregate_iqm
-
     steps = np.linspace(max(s[0] for s, _ in curves), min(s[-1] for s, _ in curves), 50)
     scores = np.stack([np.interp(steps, s, values) for s, values in curves])
     # rliable's own bootstrap draws from NumPy's global generator.
     draws = np.random.default_rng(0).integers(len(curves), size=(200, len(curves)))
-    drawn = [[aggregate_iqm(column) for column in scores[runs].T] for runs in draws]
+    drawn = [[interquartile_mean(column) for column in scores[runs].T] for runs in draws]
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
-    return steps, np.array([aggregate_iqm(column) for column in scores.T]), low, high
+    return steps, np.array([interquartile_mean(column) for column in scores.T]), low, high

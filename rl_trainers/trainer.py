@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from rl_trainers import checkpoint, metrics, rollout, sharding, windows
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
-from rl_trainers.iteration import MOST_EPOCHS, Carry, Iteration, Report, resized, shardings, stacked
+from rl_trainers.iteration import MOST_EPOCHS, N_LATEST, Carry, Iteration, Report, resized, shardings, stacked
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
@@ -58,7 +58,6 @@ _ELSEWHERE = {
 }
 """What the arguments of stable-baselines3 are called here; the first that a trainer has is named."""
 
-_RECENT_EPISODES = 100
 _CALL_S = 0.2
 _ASIDE = 2**30
 
@@ -193,7 +192,7 @@ class RLTrainer:
         self._wall_s = 0.0
         self._avg_returns: list[float] = []
         self._eval_returns: dict[str, list[float]] = {}
-        self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
+        self._recent: deque[float] = deque(maxlen=N_LATEST)
         self._saved_epoch = -1
         self._writer: metrics.MetricsWriter | None = None
         self._lock: Any = None
@@ -882,7 +881,7 @@ class RLTrainer:
         self._epoch = int(loop["epoch"])
         self._wall_s = float(loop["wall_s"])
         self._avg_returns = [float(x) for x in loop["avg_returns"]]
-        self._recent = deque((float(x) for x in loop["recent"]), maxlen=_RECENT_EPISODES)
+        self._recent = deque((float(x) for x in loop["recent"]), maxlen=N_LATEST)
         self._eval_returns = {
             name.removeprefix("eval_returns/"): [float(x) for x in values]
             for name, values in loop.items()
