@@ -8,12 +8,24 @@ from rl_trainers.drivers.metrics import (
     StepMetric,
     standard_metrics,
 )
+from rl_trainers.drivers.replayers import (
+    CycleOneTimeReplayer,
+    OneTimeReplayer,
+    Replayer,
+    UniformReplayer,
+    make_replayer,
+)
 
 __all__ = [
     "AverageEpisodeLength",
     "AverageReturn",
+    "CycleOneTimeReplayer",
     "EnvironmentSteps",
     "NumberOfEpisodes",
+    "OneTimeReplayer",
+    "Replayer",
     "StepMetric",
+    "UniformReplayer",
+    "make_replayer",
     "standard_metrics",
 ]

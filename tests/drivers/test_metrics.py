@@ -21,7 +21,7 @@ KINDS = [NumberOfEpisodes, EnvironmentSteps, AverageReturn, AverageEpisodeLength
 
 
 def rollout(*columns):
-    """One column per environment; rows are rewards, ``.`` terminates, ``|`` truncates, ``_`` is a reset row."""
+    """One column per environment; numbers are rewards, ``.`` and ``|`` end episodes, ``_`` is a reset row."""
     rows = [column.split() for column in columns]
     terminated, truncated, reset = (
         np.array([[row[-1] == sign for row in column] for column in rows]).T for sign in ".|_"
