@@ -16,6 +16,7 @@ from rl_trainers.rollout import Episodes, account, initial_actor
 from rl_trainers.types import Rollout, TimeStep
 
 _SMALLEST_WINDOW = 10
+_FACTS = ("reward", "terminated", "truncated", "mask")
 
 
 def in_order(env_id: np.ndarray) -> list[np.ndarray]:
@@ -149,9 +150,6 @@ class _Average(StepMetric):
         self._newest.extend(np.asarray(state["newest"]).tolist())
         self._return = np.array(state["return"], np.float64)
         self._length = np.array(state["length"], np.int64)
-
-
-_FACTS = ("reward", "terminated", "truncated", "mask")
 
 
 class AverageReturn(_Average):

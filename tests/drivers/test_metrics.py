@@ -141,7 +141,7 @@ def test_restarted_environments_begin_their_episodes_anew():
 
 @pytest.mark.parametrize("unroll_length", [1, 7, 10])
 def test_a_fixed_length_environment(unroll_length):
-    env = make_host_env(lambda: probe.Endless(), 2, time_limit=4)
+    env = make_host_env(lambda: probe.FixedLength(5), 2)
     observation = env.reset(0)
     actor, metrics = initial_actor(observation, 2, ()), standard_metrics(2)
 
