@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl_trainers import rollout, windows
+from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.models import Model
-from rl_trainers.types import PyTree, Rollout, Seen, TrainState
+from rl_trainers.types import EnvInfo, PyTree, Rollout, Seen, TimeStep, TrainState
 
 if TYPE_CHECKING:
     from rl_trainers.trainer import RLTrainer
+
+_log = logging.getLogger(__name__)
 
 # LLVM's third level takes a fifth longer to compile the update and makes it no faster.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
@@ -52,6 +56,7 @@ class Acting:
         self.decide = compiled(self._decide)
         self.dist_inputs = compiled(self._dist_inputs)
         self.begin = compiled(windows.begin)
+        self._play = compiled(self._first_episodes, static_argnums=0)
 
     def nothing(self, num_envs: int) -> PyTree:
         """``policy_state`` before anything was seen, ``[B, ..]``."""
@@ -130,6 +135,57 @@ class Acting:
     def _dist_inputs(self, params, model_state, observation):
         apply = functools.partial(self._trainer.policy_apply, params, model_state)
         return windows.over_rollout(apply, observation, self._trainer.max_slice_length)
+
+    @functools.cached_property
+    def is_traceable(self) -> bool:
+        """Whether acting can be part of a compiled loop."""
+        task = self._trainer.task
+        hook = task.timestep_to_np
+        if not isinstance(task.env, DeviceEnv) or self.has_window:
+            return False
+        if hook is None:
+            return True
+        ones, no = np.ones(task.env.num_envs, np.float32), np.zeros(task.env.num_envs, bool)
+        steps = TimeStep(task.actor.observation, None, ones, no, no, ones, env_info=EnvInfo(ones, ones))
+        try:
+            jax.eval_shape(hook, steps)
+            jax.eval_shape(self._trainer._see, task.actor.observation)
+        except Exception as error:  # Whatever it is, the other path shows it if it is a mistake.
+            _log.warning(
+                "timestep_to_np cannot be compiled, so each vector step costs a call of its own; it must be "
+                "made of jax.numpy: %s",
+                error,
+            )
+            return False
+        return True
+
+    def play(
+        self, state: TrainState, temperature: float, key: Any, num_envs: int, env_seed: int, limit: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Plays one episode in each of ``num_envs`` JAX environments made like those for evaluation.
+
+        Args:
+            state: whose parameters act.
+            temperature: 0 acts greedily, 1 samples.
+            key: u32 ``[2]``.
+            num_envs: ``B``.
+            env_seed: of the environments.
+            limit: decisions after which an episode counts as over.
+
+        Returns:
+            ``(return f32 [B], length i32 [B])``.
+        """
+        keys = jax.random.PRNGKey(env_seed), jax.random.fold_in(key, env_seed)
+        model = state.params, state.model_state
+        return self._play(num_envs, *model, np.float32(temperature), np.int32(limit), keys)
+
+    def _first_episodes(self, num_envs, params, model_state, temperature, limit, keys):
+        env: Any = self._trainer.task.eval_env
+        key_env, key_act = keys
+        actor = rollout.start_scan(env.functions, num_envs, key_env, key_act, self.nothing(num_envs))
+        act = self.acting(params, model_state, temperature)
+        to_env = self._trainer.task.distribution.to_env
+        return rollout.play_scan(env.functions, act, actor, limit, to_env)
 
     # For environments in Python.
 

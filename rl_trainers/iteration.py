@@ -5,6 +5,9 @@ The parts are those that epochs over environments in Python have too; only the l
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rl_trainers import replay, rollout, sharding
-from rl_trainers.envs.native import Envs
+from rl_trainers.acting import compiled
+from rl_trainers.envs.native import DeviceEnv, Envs
 from rl_trainers.rollout import Endings
 from rl_trainers.types import ActorState, PyTree, Rollout, TrainState
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_EPOCHS = 32
 """Epochs of one call at most."""
+
+_CALL_S = 0.2
 
 N_LATEST = 100
 """Newest returns that a :class:`Report` names."""
@@ -174,6 +180,10 @@ class Iteration:
     Args:
         trainer: one of a task with JAX environments, whose epochs are counted in interactions.
         n_replay_epochs: see :func:`keep`.
+
+    Attributes:
+        kept: :class:`Kept`, what is there to train on; ``()`` for on-policy trainers.
+        epochs_per_call: epochs that take about a fifth of a second, once that is known.
     """
 
     def __init__(self, trainer: RLTrainer, n_replay_epochs: int):
@@ -181,14 +191,86 @@ class Iteration:
         task = trainer.task
         self._env, self._to_env = task.env.functions, task.distribution.to_env
         self._unroll_length = (trainer.n_interactions_per_epoch or 0) // task.env.num_envs
+        self.kept: Any = self._first_kept()
+        self.epochs_per_call = 1
+        self._knows_seconds = False
+        self.place({})
 
-    def first_kept(self) -> Any:
+    def place(self, shardings: dict[str, Any]) -> None:
+        """Says where arguments and results of the compiled epochs lie."""
+        self._epochs = compiled(self.epochs, donate_argnums=0, **shardings)
+
+    def _first_kept(self) -> Any:
         """What the task has stored at the start of a run, for trainers that learn from it."""
         stored: replay.Replay = self._trainer.task.replay
         if self._trainer.on_policy:
             return ()
         epoch = stored.epoch[stored.rows(np.arange(stored.size))]
         return keep_stored(self._trainer.task.replayed(), epoch, stored.size)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """What is kept, by name."""
+        return {f"kept_{i}": np.array(x) for i, x in enumerate(jax.tree.leaves(self.kept))}
+
+    def load_state_dict(self, tree: dict[str, np.ndarray]) -> None:
+        """Continues from what :meth:`state_dict` returned."""
+        like, structure = jax.tree.flatten(self.kept)
+        kept = jax.tree.unflatten(structure, [np.array(tree[f"kept_{i}"]) for i in range(len(like))])
+        self.kept = jax.tree.map(jnp.array, resized(kept, len(self.kept.epoch)))
+
+    # The parts of a call, which trainers that are run together share.
+
+    def run(self, n_left: int) -> list[dict[str, float]]:
+        """Runs as many epochs as take about a fifth of a second, up to ``n_left``; their records."""
+        n = self.n_at_once(n_left)
+        start = time.perf_counter()
+        carry, reports = self._epochs(self.carry(), np.int32(n), self.numbers(n))
+        self.put_down(carry)
+        reports = jax.device_get(reports)
+        return self.take_in(reports, n, (time.perf_counter() - start) / n)
+
+    def n_at_once(self, n_left: int) -> int:
+        """Epochs of the next call."""
+        watched = self._trainer.n_eval_episodes or self._trainer.on_epoch is not None
+        return 1 if watched else min(n_left, self.epochs_per_call)
+
+    def carry(self) -> Carry:
+        """What the next call begins with, and consumes."""
+        return Carry(self._trainer.state, self._trainer.task.device_actor(), self.kept)
+
+    def put_down(self, carry: Carry) -> None:
+        """Takes over what a call ended with."""
+        self._trainer.state, actor, self.kept = carry
+        self._trainer.task.went_on(actor)
+
+    def numbers(self, n: int) -> dict:
+        """What :meth:`epochs` takes as ``hparams`` for ``n`` epochs."""
+        now = self._trainer.current_epoch + 1
+        epochs = np.arange(now, now + n, dtype=np.int32)
+        return stacked([{**self._trainer.hparams(i), "epoch": epoch} for i, epoch in enumerate(epochs)])
+
+    def take_in(self, reports: Report, n: int, seconds: float) -> list[dict[str, float]]:
+        """Counts the epochs of a call, ``seconds`` each; their records."""
+        if self._knows_seconds:
+            self.epochs_per_call = min(MOST_EPOCHS, max(1, int(_CALL_S / seconds)))
+        self._knows_seconds = True
+        return [self._count(jax.tree.map(lambda x: x[i], reports), seconds) for i in range(n)]  # noqa: B023
+
+    def _count(self, report: Report, seconds: float) -> dict[str, float]:
+        trainer, n_episodes = self._trainer, int(report.n_episodes)
+        trainer._check_finite(report.is_finite)
+        trainer.task.count(int(report.n_interactions), int(report.n_trajectories))
+        counts = {
+            "avg_return": float(report.return_sum) / n_episodes if n_episodes else math.nan,
+            "avg_length": float(report.length_sum) / n_episodes if n_episodes else math.nan,
+            "n_trajectories": n_episodes,
+        }
+        result = {name: float(value) for name, value in report.metrics.items()}
+        latest = report.latest[np.isfinite(report.latest)][::-1]
+        began = time.perf_counter() - seconds
+        return trainer._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result})
+
+    # What is compiled.
 
     def epoch(self, carry: Carry, hparams: dict) -> tuple[Carry, Report]:
         """One epoch; traced.
@@ -238,6 +320,44 @@ class Iteration:
         shapes = jax.eval_shape(self.epoch, carry, jax.tree.map(lambda h: h[0], hparams))[1]
         reports = jax.tree.map(lambda x: jnp.zeros((MOST_EPOCHS, *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, n, step, (carry, reports))
+
+
+def share(trainer: RLTrainer, n_devices: int | None) -> int:
+    """Shares the work of a trainer among devices, as equally as the environments; how many it were.
+
+    Args:
+        trainer: whose compiled epochs, if it has any, know it then.
+        n_devices: ``None`` for all, but for one where epochs are not compiled as a whole.
+
+    Raises:
+        ValueError: if counts do not divide, or several devices cannot be used.
+    """
+    mesh = sharding.make_mesh(n_devices, _why_one_device(trainer))
+    if mesh is None:
+        return 1
+    sharding.check_divides(mesh, "num_envs", trainer.task.env.num_envs)
+    for each in trainer._trainers:
+        name = f"the {each.name} trainer's batch_size"
+        sharding.check_divides(mesh, name, each.batch_size or mesh.size)
+        each.spread = functools.partial(sharding.spread, mesh)
+    every, carry = sharding.everywhere(mesh), shardings(mesh, trainer.on_policy)
+    assert trainer._iteration is not None
+    trainer._iteration.place({"in_shardings": (carry, every, every), "out_shardings": (carry, every)})
+    return mesh.size
+
+
+def _why_one_device(trainer: RLTrainer) -> str:
+    """Why several devices cannot be used; empty if they can."""
+    env = trainer.task.env
+    if not isinstance(env, DeviceEnv):
+        return "environments in Python are stepped one vector step at a time"
+    if trainer._one_device or trainer._iteration is not None:
+        return trainer._one_device or ("" if env.num_envs > 1 else "there is one environment")
+    return (
+        "epochs are not compiled as a whole, which takes n_interactions_per_epoch, networks that see "
+        "single rows, a timestep_to_np of JAX functions, no stream of one's own, and neither offline nor "
+        "only_eval"
+    )
 
 
 def shardings(mesh: Mesh, on_policy: bool) -> Any:

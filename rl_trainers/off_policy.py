@@ -428,7 +428,7 @@ class OffPolicyTrainer(RLTrainer):
         self._draw_batches = compiled(self.draw_batches)
         super()._start(init, trainers, model)
         counted = bool(self._n_rows) and not (self.offline or self.only_eval)
-        self._on_device = counted and self._acts_compiled
+        self._on_device = counted and self.acting.is_traceable
         drawn, _ = jax.eval_shape(self.draw_batches, self.state.key)
         arguments = self.state, self._ring, np.zeros(()), np.int32(0), {**self.hparams(), **drawn}
         jax.eval_shape(functools.partial(self.learn_steps, 1), *arguments)

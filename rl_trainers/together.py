@@ -53,27 +53,29 @@ def run_together(
         >>> trainers = [make(seed) for seed in range(16)]
         >>> run_together(trainers, 100, distinct=trainers[:1])
     """
-    first, iteration = _checked(trainers, trainers if distinct is None else distinct)
+    iterations = _checked(trainers, trainers if distinct is None else distinct)
+    first, iteration = trainers[0], iterations[0]
     epochs = compiled(jax.vmap(iteration.epochs, in_axes=(0, None, 0)), donate_argnums=0)
     last = n_epochs if n_epochs_is_total_epochs else first.current_epoch + n_epochs
     watched = any(trainer.n_eval_episodes or trainer.on_epoch for trainer in trainers)
-    carry = _stack([trainer._carry() for trainer in trainers])
+    carry = _stack([each.carry() for each in iterations])
     display = Progress(last) if progress and first.current_epoch < last else None
     for trainer in trainers:
         trainer._stopped = False
     saved_s = time.monotonic()
     with Interrupt(first) as interrupt:
         while first.current_epoch < last and not any(trainer._stopped for trainer in trainers):
-            n = 1 if watched else first._n_at_once(last - first.current_epoch)
-            numbers = _stack([trainer._numbers(n) for trainer in trainers])
+            n = 1 if watched else iteration.n_at_once(last - first.current_epoch)
+            numbers = _stack([each.numbers(n) for each in iterations])
             start = time.perf_counter()
             carry, reports = epochs(carry, np.int32(n), numbers)
             reports = jax.device_get(reports)
             seconds = (time.perf_counter() - start) / n
             for i, (trainer, own) in enumerate(zip(trainers, _unstack(carry, len(trainers)), strict=True)):
-                trainer._put_down(own)
+                iterations[i].put_down(own)
                 one = jax.tree.map(lambda x: x[i], reports)  # noqa: B023
-                _tell(trainer, trainer._take_in(one, n, seconds), display if trainer is first else None)
+                records = iterations[i].take_in(one, n, seconds)
+                _tell(trainer, records, display if trainer is first else None)
             if time.monotonic() - saved_s > first.checkpoint_interval_s:
                 _save(trainers)
                 saved_s = time.monotonic()
@@ -97,10 +99,11 @@ def _save(trainers: Sequence[RLTrainer]) -> None:
         trainer.save()
 
 
-def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> tuple[RLTrainer, Iteration]:
+def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> list[Iteration]:
+    """The compiled epochs of trainers that can run together."""
     if not trainers:
         raise ValueError("trainers is empty; give at least one")
-    first = trainers[0]
+    first, iterations = trainers[0], []
     for trainer in trainers:
         if trainer._iteration is None:
             what = f"{type(trainer).__name__} on {trainer.task.env_name}"
@@ -111,6 +114,7 @@ def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> tu
         if trainer.current_epoch != first.current_epoch:
             epochs = first.current_epoch, trainer.current_epoch
             raise ValueError(f"the trainers stand at different epochs, {epochs[0]} and {epochs[1]}")
+        iterations.append(trainer._iteration)
     programs = [_program(trainer) for trainer in distinct] if len(distinct) > 1 else []
     for program in programs[1:]:
         if program != programs[0]:
@@ -120,15 +124,14 @@ def _checked(trainers: Sequence[RLTrainer], distinct: Sequence[RLTrainer]) -> tu
                 "the trainers differ in more than seeds and arguments of the compiled step; run them one "
                 f"after another. The first difference of their programs: {' | '.join(change)[:300]}"
             )
-    assert first._iteration is not None
-    return first, first._iteration
+    return iterations
 
 
 def _program(trainer: RLTrainer) -> str:
     """What a trainer's epoch computes, with all its constants."""
     assert trainer._iteration is not None
-    numbers = jax.tree.map(lambda x: x[0], trainer._numbers(1))
-    return jax.jit(trainer._iteration.epoch).lower(trainer._carry(), numbers).as_text()
+    numbers = jax.tree.map(lambda x: x[0], trainer._iteration.numbers(1))
+    return jax.jit(trainer._iteration.epoch).lower(trainer._iteration.carry(), numbers).as_text()
 
 
 def _stack(trees: list) -> Any:

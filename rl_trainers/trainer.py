@@ -24,17 +24,16 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from rl_trainers import checkpoint, metrics, models, rollout, sharding, windows
+from rl_trainers import checkpoint, metrics, models, rollout, windows
 from rl_trainers.acting import Acting, compiled
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
-from rl_trainers.iteration import MOST_EPOCHS, N_LATEST, Carry, Iteration, Report, resized, shardings, stacked
+from rl_trainers.iteration import N_LATEST, Iteration, share
 from rl_trainers.losses import probability_ratio
 from rl_trainers.supervised import Inputs, Trainer, shuffled
 from rl_trainers.task import RLTask, Trajectory
-from rl_trainers.types import Batch, EnvInfo, PyTree, Rollout, Seen, TimeStep, TrainState
+from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep, TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ _ELSEWHERE = {
 }
 """What the arguments of stable-baselines3 are called here; the first that a trainer has is named."""
 
-_CALL_S = 0.2
 _ASIDE = 2**30
 
 
@@ -83,7 +81,6 @@ class RLTrainer:
 
     _saved_parts: tuple[str, ...] = ("train", "task", "loop")
     _one_device = ""
-    _compiled_before = False
     _stopped = False
 
     def __init__(
@@ -353,25 +350,15 @@ class RLTrainer:
         self._learn = compiled(self.learn, donate_argnums=0)
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
-        self._play = compiled(self._first_episodes, static_argnums=0)
-        self._prepare_iteration()
+        self._iteration: Iteration | None = None
+        if self._iterates():
+            self._iteration = Iteration(self, self._n_replay_epochs)
+            self._saved_parts = (*self._saved_parts, "kept") if not self.on_policy else self._saved_parts
+        self.n_devices = share(self, self.n_devices)
         # fold_in of a small number would give a key that splitting gives too.
         self._policy_key = jax.random.fold_in(key_train, _ASIDE)
         if self.output_dir is not None:
             self._resume(self.output_dir)
-
-    def _prepare_iteration(self) -> None:
-        """Compiled epochs, where there can be any, and the devices that share them."""
-        self._acts_compiled = self._is_traceable()
-        self._iteration = Iteration(self, self._n_replay_epochs) if self._iterates() else None
-        self._kept: Any = ()
-        placed = self._share(sharding.make_mesh(self.n_devices, self._why_one_device()))
-        if self._iteration is not None:
-            self._epochs = compiled(self._iteration.epochs, donate_argnums=0, **placed)
-            self._epochs_per_call = 1
-            if not self.on_policy:
-                self._kept = self._iteration.first_kept()
-                self._saved_parts = (*self._saved_parts, "kept")
 
     def _targets(self, params: PyTree) -> PyTree:
         """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
@@ -390,43 +377,6 @@ class RLTrainer:
             values[trainer.name] = trainer.hparams((self._epoch + after) * trainer.n_steps)
         return values
 
-    def _first_episodes(
-        self,
-        num_envs: int,
-        params: PyTree,
-        model_state: PyTree,
-        temperature: Any,
-        limit: Any,
-        keys: tuple[Any, Any],
-    ) -> tuple[jax.Array, jax.Array]:
-        """Plays one episode in each of ``num_envs`` JAX environments, static; keys of those and of acting."""
-        env: Any = self.task.eval_env
-        env = env.functions
-        actor = rollout.start_scan(env, num_envs, *keys, self.acting.nothing(num_envs))
-        act = self.acting.acting(params, model_state, temperature)
-        return rollout.play_scan(env, act, actor, limit, self.task.distribution.to_env)
-
-    def _is_traceable(self) -> bool:
-        """Whether acting can be part of a compiled loop."""
-        task, hook = self.task, self.task.timestep_to_np
-        if not isinstance(task.env, DeviceEnv) or self.acting.has_window:
-            return False
-        if hook is None:
-            return True
-        ones, no = np.ones(task.env.num_envs, np.float32), np.zeros(task.env.num_envs, bool)
-        steps = TimeStep(task.actor.observation, None, ones, no, no, ones, env_info=EnvInfo(ones, ones))
-        try:
-            jax.eval_shape(hook, steps)
-            jax.eval_shape(self._see, task.actor.observation)
-        except Exception as error:  # Whatever it is, the other path shows it if it is a mistake.
-            _log.warning(
-                "timestep_to_np cannot be compiled, so each vector step costs a call of its own; it must be "
-                "made of jax.numpy: %s",
-                error,
-            )
-            return False
-        return True
-
     def _iterates(self) -> bool:
         """Whether epochs are compiled as a whole, see :mod:`rl_trainers.iteration`."""
         cls = type(self)
@@ -436,32 +386,7 @@ class RLTrainer:
         )
         streams = any(trainer.inputs for trainer in self._trainers)
         counted = self.n_interactions_per_epoch is not None and not (self.offline or self.only_eval)
-        return counted and not own_loop and not streams and self._acts_compiled
-
-    def _why_one_device(self) -> str:
-        """Why several devices cannot be used; empty if they can."""
-        if not isinstance(self.task.env, DeviceEnv):
-            return "environments in Python are stepped one vector step at a time"
-        if self._one_device or self._iteration is not None:
-            return self._one_device or ("" if self.task.env.num_envs > 1 else "there is one environment")
-        return (
-            "epochs are not compiled as a whole, which takes n_interactions_per_epoch, networks that see "
-            "single rows, a timestep_to_np of JAX functions, no stream of one's own, and neither offline nor "
-            "only_eval"
-        )
-
-    def _share(self, mesh: Mesh | None) -> dict[str, Any]:
-        """Shares work among devices; says where arguments and results of compiled epochs lie."""
-        self.n_devices = 1 if mesh is None else mesh.size
-        if mesh is None:
-            return {}
-        sharding.check_divides(mesh, "num_envs", self.task.env.num_envs)
-        for trainer in self._trainers:
-            name = f"the {trainer.name} trainer's batch_size"
-            sharding.check_divides(mesh, name, trainer.batch_size or mesh.size)
-            trainer.spread = functools.partial(sharding.spread, mesh)
-        every, carry = sharding.everywhere(mesh), shardings(mesh, self.on_policy)
-        return {"in_shardings": (carry, every, every), "out_shardings": (carry, every)}
+        return counted and not own_loop and not streams and self.acting.is_traceable
 
     # The loop.
 
@@ -520,7 +445,7 @@ class RLTrainer:
             if self._iteration is None:
                 records = [self._run_epoch()]
             else:
-                records = self._iterate(last - self._epoch)
+                records = self._iteration.run(last - self._epoch)
             for record in records:
                 if display is not None:
                     display.update(record)
@@ -545,54 +470,6 @@ class RLTrainer:
             "n_trajectories": len(episodes.returns),
         }
         return self._finish_epoch(start, counts, episodes.returns, result)
-
-    def _iterate(self, n_left: int) -> list[dict[str, float]]:
-        """Runs compiled epochs, as many as take about a fifth of a second; their records."""
-        n = self._n_at_once(n_left)
-        start = time.perf_counter()
-        carry, reports = self._epochs(self._carry(), np.int32(n), self._numbers(n))
-        self._put_down(carry)
-        reports = jax.device_get(reports)
-        seconds = (time.perf_counter() - start) / n
-        return self._take_in(reports, n, seconds)
-
-    def _n_at_once(self, n_left: int) -> int:
-        """Epochs of the next compiled call."""
-        watched = self.n_eval_episodes or self.on_epoch is not None
-        return 1 if watched else min(n_left, self._epochs_per_call)
-
-    def _carry(self) -> Carry:
-        return Carry(self.state, self.task.device_actor(), self._kept)
-
-    def _put_down(self, carry: Carry) -> None:
-        self.state, actor, self._kept = carry
-        self.task.went_on(actor)
-
-    def _numbers(self, n: int) -> dict:
-        """What :meth:`rl_trainers.iteration.Iteration.epochs` takes as ``hparams`` for ``n`` epochs."""
-        epochs = np.arange(self._epoch + 1, self._epoch + 1 + n, dtype=np.int32)
-        return stacked([{**self.hparams(i), "epoch": epoch} for i, epoch in enumerate(epochs)])
-
-    def _take_in(self, reports: Report, n: int, seconds: float) -> list[dict[str, float]]:
-        """Counts the epochs of a compiled call, ``seconds`` each; their records."""
-        if self._compiled_before:
-            self._epochs_per_call = min(MOST_EPOCHS, max(1, int(_CALL_S / seconds)))
-        self._compiled_before = True
-        return [self._count(jax.tree.map(lambda x: x[i], reports), seconds) for i in range(n)]  # noqa: B023
-
-    def _count(self, report: Report, seconds: float) -> dict[str, float]:
-        self._check_finite(report.is_finite)
-        self.task.count(int(report.n_interactions), int(report.n_trajectories))
-        n_episodes = int(report.n_episodes)
-        counts = {
-            "avg_return": float(report.return_sum) / n_episodes if n_episodes else math.nan,
-            "avg_length": float(report.length_sum) / n_episodes if n_episodes else math.nan,
-            "n_trajectories": n_episodes,
-        }
-        result = {name: float(value) for name, value in report.metrics.items()}
-        latest = report.latest[np.isfinite(report.latest)][::-1]
-        began = time.perf_counter() - seconds
-        return self._finish_epoch(began, counts, latest, {"epoch_s": seconds, **result})
 
     def _check_finite(self, is_finite: Any) -> None:
         if not is_finite:
@@ -783,8 +660,8 @@ class RLTrainer:
         seed = self.seed + self._epoch
         key = jax.random.fold_in(jax.random.PRNGKey(self.seed), _ASIDE + self._epoch)
         eval_env = self.task.eval_env  # made here, since it cannot be made while a program is traced
-        if self._acts_compiled:
-            play = functools.partial(self._play_one_each, np.float32(temperature), key)
+        if self.acting.is_traceable:
+            play = functools.partial(self.acting.play, self.state, temperature, key)
             return self.task.play_out(play, n_episodes, max_steps, seed)
         return self.task.evaluate(
             self.acting.actor(self.state, temperature),
@@ -794,12 +671,6 @@ class RLTrainer:
             key=key,
             policy_state=self.initial_policy_state(eval_env.num_envs),
         )
-
-    def _play_one_each(self, temperature: Any, key: Any, num_envs: int, env_seed: int, limit: int) -> tuple:
-        key_env = jax.random.PRNGKey(env_seed)
-        keys = key_env, jax.random.fold_in(key, env_seed)
-        model = self.state.params, self.state.model_state
-        return self._play(num_envs, *model, temperature, np.int32(limit), keys)
 
     def _evaluate_epoch(self) -> dict[str, float]:
         result: dict[str, float] = {}
@@ -861,20 +732,16 @@ class RLTrainer:
         # Copies, since the next epoch consumes the buffers of the state.
         train = jax.tree.map(np.array, self.state)
         tree = {"train": train, "task": self.task.state_dict(), "loop": loop}
-        if "kept" in self._saved_parts:
-            kept = enumerate(jax.tree.leaves(self._kept))
-            tree["kept"] = {f"kept_{i}": np.array(x) for i, x in kept}
+        if self._iteration is not None and "kept" in self._saved_parts:
+            tree["kept"] = self._iteration.state_dict()
         return tree
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned."""
         self.state = jax.tree.map(jnp.array, tree["train"])
         self.task.load_state_dict(tree["task"])
-        if "kept" in self._saved_parts:
-            like, structure = jax.tree.flatten(self._kept)
-            leaves = [np.array(tree["kept"][f"kept_{i}"]) for i in range(len(like))]
-            kept = jax.tree.unflatten(structure, leaves)
-            self._kept = jax.tree.map(jnp.array, resized(kept, len(self._kept.epoch)))
+        if self._iteration is not None and "kept" in self._saved_parts:
+            self._iteration.load_state_dict(tree["kept"])
         loop = tree["loop"]
         self._epoch = int(loop["epoch"])
         self._wall_s = float(loop["wall_s"])

@@ -72,16 +72,16 @@ def test_rows_kept_on_the_device_are_those_of_the_replay(cls, monkeypatch):
     plain = row_by_row(monkeypatch, cls, options, initial_trajectories=3)
     compiled.run(1)
     plain.run(1)
-    kept, stored = compiled._kept.rollout.steps, plain.task.replayed().steps
+    kept, stored = compiled._iteration.kept.rollout.steps, plain.task.replayed().steps
     decided = [np.asarray(x.mask) > 0 for x in (kept, stored)]
     for b in range(4):
         ours, theirs = kept.reward[decided[0][:, b], b], stored.reward[decided[1][:, b], b]
         np.testing.assert_array_equal(ours, theirs)
-    assert (compiled._kept.epoch[decided[0].any(1)] >= 0).all()
+    assert (compiled._iteration.kept.epoch[decided[0].any(1)] >= 0).all()
 
     compiled.run(2)
-    epoch = np.asarray(compiled._kept.epoch)
-    mask = np.asarray(compiled._kept.rollout.steps.mask)
+    epoch = np.asarray(compiled._iteration.kept.epoch)
+    mask = np.asarray(compiled._iteration.kept.rollout.steps.mask)
     assert mask[epoch < 2].sum() == 0 and mask[epoch >= 2].sum() > 100
 
 
@@ -149,7 +149,7 @@ def test_rows_that_lost_their_successor_are_not_learned_from():
     trainer.run(2)
     trainer.task.collect(lambda *args: (np.zeros(2, np.int32), None, args[1], args[3]), unroll_length=5)
     trainer.run(1)
-    steps = trainer._kept.rollout.steps
+    steps = trainer._iteration.kept.rollout.steps
     np.testing.assert_array_equal(steps.observation[:, 0, 0], [*range(8), 13, 14, 15, 16])
     np.testing.assert_array_equal(steps.mask[:, 0], [1] * 7 + [0] + [1] * 4)
 
@@ -177,13 +177,13 @@ def test_nothing_compiles_after_the_second_epoch():
     before = metrics.compilations().programs
     trainer.run(40)
     assert metrics.compilations().programs == before
-    assert trainer._epochs_per_call > 1
+    assert trainer._iteration.epochs_per_call > 1
     assert trainer.current_epoch == len(trainer.avg_returns) == 42
 
 
 def test_several_epochs_of_a_call_equal_single_ones():
     together, alone = (make(PPOJoint, ON_POLICY[PPOJoint]) for _ in range(2))
-    together._epochs_per_call = 5
+    together._iteration.epochs_per_call = 5
     together.run(5)
     alone.on_epoch = lambda record: None
     alone.run(5)
@@ -205,7 +205,7 @@ def test_evaluation_plays_the_first_episode_of_each_environment():
 def test_evaluation_equals_that_of_single_rows():
     trainer = make(PPOJoint, ON_POLICY[PPOJoint])
     compiled = trainer.evaluate(4)
-    trainer._acts_compiled = False
+    trainer.acting.is_traceable = False
     plain = trainer.evaluate(4)
     np.testing.assert_array_equal(compiled.lengths, plain.lengths)
     np.testing.assert_array_equal(compiled.returns, plain.returns)
@@ -256,13 +256,13 @@ def test_normaliser_statistics_are_those_of_initial_trajectories_too(monkeypatch
 def test_an_interrupt_waits_for_the_compiled_epochs(monkeypatch, interrupts):
     trainer = make(PPOJoint, ON_POLICY[PPOJoint])
     trainer.run(2)
-    put_down = trainer._put_down
+    put_down = trainer._iteration.put_down
 
     def interrupted(carry):
         signal.raise_signal(signal.SIGINT)
         put_down(carry)
 
-    monkeypatch.setattr(trainer, "_put_down", interrupted)
+    monkeypatch.setattr(trainer._iteration, "put_down", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.run(10_000)
     monkeypatch.undo()
@@ -323,12 +323,12 @@ def test_a_run_goes_on_with_room_for_more_epochs(tmp_path):
     options = {**OFF_POLICY[AWR], "output_dir": str(tmp_path)}
     first = make(AWR, {**options, "n_replay_epochs": 2})
     first.run(3)
-    kept = np.asarray(first._kept.rollout.steps.reward)
+    kept = np.asarray(first._iteration.kept.rollout.steps.reward)
     first.close()
     second = make(AWR, {**options, "n_replay_epochs": 4})
-    assert second._kept.epoch.shape == (64,)
-    np.testing.assert_array_equal(second._kept.epoch[:32], np.full(32, -1))
-    np.testing.assert_array_equal(second._kept.rollout.steps.reward[32:], kept)
-    assert np.asarray(second._kept.rollout.steps.mask)[:32].sum() == 0
+    assert second._iteration.kept.epoch.shape == (64,)
+    np.testing.assert_array_equal(second._iteration.kept.epoch[:32], np.full(32, -1))
+    np.testing.assert_array_equal(second._iteration.kept.rollout.steps.reward[32:], kept)
+    assert np.asarray(second._iteration.kept.rollout.steps.mask)[:32].sum() == 0
     second.run(1)
     second.close()

@@ -76,7 +76,7 @@ def placed(trainer):
         "keys": parts((actor.key, actor.env_state.key)),
     }
     if not trainer.on_policy:
-        kept = trainer._kept.rollout
+        kept = trainer._iteration.kept.rollout
         result["kept"] = parts((kept.steps, kept.last_observation))
     return result
 

@@ -87,7 +87,7 @@ def test_trainers_with_rows_of_their_own_run_together():
     alone = make(1, AWR, **options)
     alone.run(3)
     assert difference(together[1].state.params, alone.state.params) < 1e-5
-    kept = [trainer._kept.rollout.steps for trainer in (together[1], alone)]
+    kept = [trainer._iteration.kept.rollout.steps for trainer in (together[1], alone)]
     assert difference(kept[0].action, kept[1].action) == 0
     assert difference(kept[0].reward, kept[1].reward) == 0
 
