@@ -1,0 +1,1 @@
+"""Who steps the environments, who learns, and what stands between them."""
