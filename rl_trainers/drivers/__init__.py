@@ -1,1 +1,31 @@
-"""Who steps the environments, who learns, and what stands between them."""
+"""Drivers: who steps the environments, who learns, and what stands between; no equations."""
+
+from rl_trainers.drivers.metrics import (
+    AverageEpisodeLength,
+    AverageReturn,
+    EnvironmentSteps,
+    NumberOfEpisodes,
+    StepMetric,
+    standard_metrics,
+)
+from rl_trainers.drivers.replayers import (
+    CycleOneTimeReplayer,
+    OneTimeReplayer,
+    Replayer,
+    UniformReplayer,
+    make_replayer,
+)
+
+__all__ = [
+    "AverageEpisodeLength",
+    "AverageReturn",
+    "CycleOneTimeReplayer",
+    "EnvironmentSteps",
+    "NumberOfEpisodes",
+    "OneTimeReplayer",
+    "Replayer",
+    "StepMetric",
+    "UniformReplayer",
+    "make_replayer",
+    "standard_metrics",
+]
