@@ -16,6 +16,7 @@ from rl_trainers.rollout import Episodes, account, initial_actor
 from rl_trainers.types import Rollout, TimeStep
 
 _SMALLEST_WINDOW = 10
+_FACTS = ("reward", "terminated", "truncated", "mask")
 
 
 def in_order(env_id: np.ndarray) -> list[np.ndarray]:
@@ -60,7 +61,7 @@ class StepMetric:
         """Forgets the running episodes of these environments, which begin anew; no counts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies everything, for :meth:`load_state_dict`."""
+        """Copies everything, for :meth:`load_state_dict`: NumPy arrays, as a checkpoint takes them."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +80,7 @@ class _Count(StepMetric):
         self._count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self._count}
+        return {"count": np.int64(self._count)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._count = int(state["count"])
@@ -141,19 +142,14 @@ class _Average(StepMetric):
         self._return[known], self._length[known] = 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "newest": list(self._newest),
-            "return": self._return.tolist(),
-            "length": self._length.tolist(),
-        }
+        newest = np.array(self._newest, np.float64)
+        return {"newest": newest, "return": self._return.copy(), "length": self._length.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        self._newest.extend(state["newest"])
-        self._return, self._length = np.array(state["return"], float), np.array(state["length"], np.int64)
-
-
-_FACTS = ("reward", "terminated", "truncated", "mask")
+        self._newest.extend(np.asarray(state["newest"]).tolist())
+        self._return = np.array(state["return"], np.float64)
+        self._length = np.array(state["length"], np.int64)
 
 
 class AverageReturn(_Average):

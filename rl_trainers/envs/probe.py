@@ -27,6 +27,7 @@ class Probe(gymnasium.Env):
 
     length = 1
     truncates = False
+    redraws = False  # whether every step draws `sign` anew
     observation_space: gymnasium.Space = spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, continuous: bool = False):
@@ -44,6 +45,8 @@ class Probe(gymnasium.Env):
         """One step; the episode ends after ``length`` of them."""
         self.t += 1
         reward, done = self.pay(action), self.t >= self.length
+        if self.redraws:
+            self.sign = float(self.np_random.choice([-1.0, 1.0]))
         return self.look(), reward, done and not self.truncates, done and self.truncates, {}
 
     def look(self) -> np.ndarray:
@@ -158,3 +161,87 @@ class Memory(Probe):
 
     def pay(self, action: Any) -> float:
         return max(0.0, self.match(action, self.sign)) if self.t == self.length else 0.0
+
+
+class FixedLength(Probe):
+    """Observation 1, reward 1: ``V`` is the number of decisions that are left, where ``gamma`` is 1.
+
+    ALF's ``ValueUnittestEnv``, whose episodes count the observation after the last decision too; so do
+    ``episode_length`` here and the two classes below. All terminate. Actions are from ``Discrete(2)`` or,
+    with ``continuous=True``, from ``Box(0, 1, (1,))``.
+
+    Args:
+        episode_length: observations of an episode, at least 2; there is one decision less.
+        continuous: see above.
+
+    Raises:
+        ValueError: ``episode_length`` is less than 2.
+    """
+
+    def __init__(self, episode_length: int, continuous: bool = False):
+        super().__init__(continuous)
+        if continuous:
+            self.action_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+        self.length = decisions(episode_length)
+
+    def look(self) -> np.ndarray:
+        return np.ones(1, np.float32)
+
+
+class FixedLengthPolicy(FixedLength):
+    """Observation 0 or 1, drawn at every step; an action's reward is ``1 - |action - observation|``.
+
+    That is the observation that the action was chosen for. ALF's ``PolicyUnittestEnv``.
+    """
+
+    redraws = True
+
+    def look(self) -> np.ndarray:
+        return np.full(1, (self.sign + 1) / 2, np.float32)
+
+    def pay(self, action: Any) -> float:
+        return 1.0 - abs(float(np.asarray(action).reshape(())) - (self.sign + 1) / 2)
+
+
+class FixedLengthMemory(FixedLength):
+    """The first observation is -1 or 1 and what late actions must recall; all later ones are 0.
+
+    An action's reward is ``1 - |2 action - 1 - first| / 2``, but 0 for the first ``gap`` decisions of an
+    episode. ALF's ``RNNPolicyUnittestEnv``, which shows at step s, the first one being 0, the reward of the
+    action taken at step s - 1, and pays at the steps s > gap. So with ``episode_length`` 5 and ``gap`` 3 the
+    fourth and last decision alone is paid, and the best return is ``episode_length - 1 - gap`` = 1.
+
+    Args:
+        episode_length: observations of an episode, at least 2; there is one decision less.
+        gap: decisions without a reward, from 0 on and less than there are decisions.
+        continuous: see :class:`FixedLength`.
+
+    Raises:
+        ValueError: ``episode_length`` is less than 2, or ``gap`` leaves nothing to be paid.
+    """
+
+    def __init__(self, episode_length: int = 5, gap: int = 3, continuous: bool = False):
+        super().__init__(episode_length, continuous)
+        self.gap = unpaid(gap, self.length)
+
+    def look(self) -> np.ndarray:
+        return np.full(1, self.sign if self.t == 0 else 0.0, np.float32)
+
+    def pay(self, action: Any) -> float:
+        off = abs(2 * float(np.asarray(action).reshape(())) - 1 - self.sign)
+        return 1.0 - 0.5 * off if self.t > self.gap else 0.0
+
+
+def decisions(episode_length: int) -> int:
+    """Decisions of an episode with so many observations."""
+    if episode_length < 2:
+        raise ValueError(f"episode_length: must be >= 2, got {episode_length}; the nearest valid value is 2")
+    return episode_length - 1
+
+
+def unpaid(gap: int, length: int) -> int:
+    """``gap``, if some of ``length`` decisions come after it."""
+    if not 0 <= gap < length:
+        nearest = min(max(gap, 0), length - 1)
+        raise ValueError(f"gap: must be 0..{length - 1}, got {gap}; the nearest valid value is {nearest}")
+    return gap

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_trainers.envs.native import JaxEnv, make_jax_env
+from rl_trainers.envs.probe import decisions, unpaid
 
 _UNIT = spaces.Box(-1.0, 1.0, (1,), np.float32)
 _COUNTS = spaces.Box(0.0, np.inf, (1,), np.float32)
@@ -28,7 +29,7 @@ class ProbeState(NamedTuple):
 
     Attributes:
         t: i32, steps taken.
-        sign: f32, -1 or 1, drawn by the reset.
+        sign: f32, -1 or 1, drawn by the reset, and by every step of some.
         episode: i32, a number drawn by the reset.
     """
 
@@ -46,6 +47,8 @@ class _Kind(NamedTuple):
     length: int = 1
     truncates: bool = False
     observation_space: gymnasium.Space = _UNIT
+    redraws: bool = False
+    actions: gymnasium.Space = _UNIT  # if they are continuous
 
 
 def _make(kind: _Kind, continuous: bool) -> JaxEnv:
@@ -59,9 +62,12 @@ def _make(kind: _Kind, continuous: bool) -> JaxEnv:
         state = state._replace(t=state.t + 1)
         done = state.t >= kind.length
         ends = done & (not kind.truncates), done & kind.truncates
-        return state, kind.look(state), kind.pay(state, action), *ends, {}
+        reward = kind.pay(state, action)
+        if kind.redraws:
+            state = state._replace(sign=jax.random.rademacher(key, (), jnp.float32))
+        return state, kind.look(state), reward, *ends, {}
 
-    action_space = _UNIT if continuous else spaces.Discrete(2)
+    action_space = kind.actions if continuous else spaces.Discrete(2)
     return make_jax_env(JaxEnv(reset, step, kind.observation_space, action_space, kind.name))
 
 
@@ -146,4 +152,49 @@ def counting(length: int, truncates: bool = False, continuous: bool = False) -> 
             spaces.Box(-1.0, np.inf, (3,), np.float32),
         ),
         continuous,
+    )
+
+
+def _fixed_length(name: str, episode_length: int, continuous: bool, **kind: Any) -> JaxEnv:
+    actions = spaces.Box(0.0, 1.0, (1,), np.float32)
+    return _make(_Kind(name, length=decisions(episode_length), actions=actions, **kind), continuous)
+
+
+def fixed_length(episode_length: int, continuous: bool = False) -> JaxEnv:
+    """Observation 1, reward 1, ``episode_length - 1`` decisions; see the class of that name."""
+    return _fixed_length("FixedLength", episode_length, continuous, look=lambda state: jnp.ones(1))
+
+
+def fixed_length_policy(episode_length: int, continuous: bool = False) -> JaxEnv:
+    """Observation 0 or 1, drawn at every step; an action's reward is ``1 - |action - observation|``.
+
+    See the class of that name.
+    """
+    return _fixed_length(
+        "FixedLengthPolicy",
+        episode_length,
+        continuous,
+        look=lambda state: (state.sign[None] + 1) / 2,
+        pay=lambda state, action: 1.0 - jnp.abs(action.reshape(()) - (state.sign + 1) / 2),
+        redraws=True,
+    )
+
+
+def fixed_length_memory(episode_length: int = 5, gap: int = 3, continuous: bool = False) -> JaxEnv:
+    """The first observation is -1 or 1 and what actions after ``gap`` others must recall.
+
+    See the class of that name.
+    """
+    gap = unpaid(gap, decisions(episode_length))
+
+    def pay(state: ProbeState, action: jax.Array) -> jax.Array:
+        off = jnp.abs(2 * action.reshape(()) - 1 - state.sign)
+        return jnp.where(state.t > gap, 1.0 - 0.5 * off, 0.0)
+
+    return _fixed_length(
+        "FixedLengthMemory",
+        episode_length,
+        continuous,
+        look=lambda state: jnp.where(state.t == 0, state.sign, 0.0)[None],
+        pay=pay,
     )

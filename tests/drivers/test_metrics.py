@@ -1,10 +1,9 @@
 """The step metrics, on rollouts made by hand."""
 
-import json
-
 import numpy as np
 import pytest
 
+from rl_trainers import checkpoint
 from rl_trainers.drivers import (
     AverageEpisodeLength,
     AverageReturn,
@@ -98,11 +97,19 @@ def test_averages_are_of_the_newest_episodes():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_metrics_go_on_where_they_were(kind):
+def test_saved_metrics_go_on_where_they_were(kind, tmp_path):
+    def through_a_checkpoint(metric, step):
+        checkpoint.save(tmp_path, step, {"step": step, "metric": metric.state_dict()})
+        names = dict.fromkeys(metric.state_dict(), checkpoint.ANY)
+        return checkpoint.restore(tmp_path, {"step": 0, "metric": names})[1]["metric"]
+
+    new = kind()
+    new.load_state_dict(through_a_checkpoint(new, 0))
+    assert new.result() == 0
     first, second = (rollout("3. _ 1", "2 2 2"), [0, 1]), (rollout("1. _ 1", "2. _ 2"), [0, 1])
     straight = kind()
     results(first, metrics=[straight])
-    saved, at_half = json.loads(json.dumps(straight.state_dict())), straight.result()
+    saved, at_half = through_a_checkpoint(straight, 1), straight.result()
     results(second, metrics=[straight])
     other = kind()
     results((rollout("5. _ 5"), [9]), metrics=[other])
@@ -134,7 +141,7 @@ def test_restarted_environments_begin_their_episodes_anew():
 
 @pytest.mark.parametrize("unroll_length", [1, 7, 10])
 def test_a_fixed_length_environment(unroll_length):
-    env = make_host_env(lambda: probe.Endless(), 2, time_limit=4)
+    env = make_host_env(lambda: probe.FixedLength(5), 2)
     observation = env.reset(0)
     actor, metrics = initial_actor(observation, 2, ()), standard_metrics(2)
 

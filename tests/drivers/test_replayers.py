@@ -201,6 +201,8 @@ def test_nothing_bootstraps_across_a_break(told):
     targets = lambda_returns(data.steps, values, 0.5, 1.0)[:2, 0]
     # Row 1: reward 1 and half of the value of row 2; row 0: reward 0 and half of that.
     np.testing.assert_allclose(targets, [0.5 * (1 + 1500), 1 + 1500])
+    replayer.observe(rows([0, 1], [start + 3, 6], 1), np.arange(2))  # goes on: one cut is enough
+    assert labels(replayer.replay_all())[0] == [0, 1, 2, start, start + 1, start + 2, start + 3, start + 4]
 
 
 def test_a_break_right_after_an_episode_keeps_its_end():

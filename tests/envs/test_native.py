@@ -162,6 +162,63 @@ def test_probes_do_what_their_host_twins_do(name, continuous):
     assert signs == {-1.0, 1.0}
 
 
+FIXED_LENGTH = {
+    "fixed_length": probe.FixedLength,
+    "fixed_length_policy": probe.FixedLengthPolicy,
+    "fixed_length_memory": probe.FixedLengthMemory,
+}
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("name", FIXED_LENGTH)
+def test_fixed_length_probes_do_what_their_host_twins_do(name, continuous, monkeypatch):
+    native = getattr(probe_jax, name)(6, continuous=continuous)
+    host = FIXED_LENGTH[name](6, continuous=continuous)
+    assert native.observation_space == host.observation_space
+    assert native.action_space == host.action_space and native.name == type(host).__name__
+    monkeypatch.setattr(host, "redraws", False)  # its draws are put in
+    seen = set()
+    for i in range(8):
+        key = jax.random.PRNGKey(i)
+        action = np.array([i / 8], np.float32) if continuous else i % 2
+        state, observation = native.reset(key)
+        host.reset()
+        host.sign = float(state.sign)
+        for t in range(5):
+            seen.add(float(observation[0]))
+            assert observation.tolist() == host.look().tolist()
+            state, observation, reward, *ends, _ = native.step(
+                state, jnp.asarray(action), jax.random.fold_in(key, t)
+            )
+            _, host_reward, *host_ends, _ = host.step(action)
+            host.sign = float(state.sign)
+            assert [bool(end) for end in ends] == host_ends == [t == 4, False]
+            assert float(reward) == pytest.approx(host_reward, rel=1e-6)
+        assert observation.tolist() == host.look().tolist()
+    assert (
+        seen == {"fixed_length": {1}, "fixed_length_policy": {0, 1}, "fixed_length_memory": {-1, 0, 1}}[name]
+    )
+
+
+def test_fixed_length_policy_draws_at_every_step():
+    env = probe_jax.fixed_length_policy(1000)
+    state, _ = env.reset(KEY)
+
+    def step(state, key):
+        state, observation, *_ = env.step(state, jnp.int32(0), key)
+        return state, observation[0]
+
+    _, seen = jax.lax.scan(step, state, jax.random.split(KEY, 900))
+    assert 390 < seen.sum() < 510  # 450 +- 4 standard deviations of 15
+
+
+def test_fixed_length_probes_refuse_what_leaves_nothing():
+    with pytest.raises(ValueError, match="episode_length: must be >= 2, got 1"):
+        probe_jax.fixed_length(1)
+    with pytest.raises(ValueError, match=r"gap: must be 0\.\.3, got 4"):
+        probe_jax.fixed_length_memory(5, gap=4)
+
+
 def test_endless_counts_its_steps():
     env = probe_jax.endless()
     state, observation = env.reset(KEY)
