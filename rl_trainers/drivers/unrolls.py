@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rl_trainers.drivers.driver import Observer
 from rl_trainers.envs.host import HostEnv
 from rl_trainers.rollout import Act, initial_actor, unroll_host
 from rl_trainers.types import PyTree, Rollout
-
-Observer = Callable[[Rollout, np.ndarray], Any]
-"""``(rollout [T, B], env_id i32 [B])``: called once for every unroll, in time order per environment."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +89,7 @@ class AsyncUnrolls:
             is still learned from.
 
     Attributes:
+        learn_queue_cap, max_policy_lag: as given, or what stands for it.
         lags: how many of the unrolls that were taken had a policy lag of so many publishes.
         n_finished: unrolls that were finished, and thus observed.
         n_dropped: unrolls that were too old when their turn came.
@@ -118,7 +117,7 @@ class AsyncUnrolls:
         self._envs = _checked(envs)
         n, self._batch = len(envs), envs[0].num_envs
         caps = num_actor_queues, actor_queue_cap, learn_queue_cap
-        n_actors, self._actor_cap, self._learn_cap = _capacities(n, *caps, lock_step)
+        n_actors, self._actor_cap, self.learn_queue_cap = _capacities(n, *caps, lock_step)
         _check_at_least(1, unroll_length=unroll_length)
         _check_at_least(0, max_policy_lag=max_policy_lag, seed=seed)
         self._to_env, self._unroll_length, self._observers = to_env, unroll_length, tuple(observers)
@@ -126,7 +125,7 @@ class AsyncUnrolls:
         self._keys = [key] if n_actors == 1 else list(jax.random.split(key, n_actors))
         self.max_policy_lag = max_policy_lag
         if max_policy_lag is None:
-            self.max_policy_lag = 4 * (-(-n // self._learn_cap) + 1)
+            self.max_policy_lag = 4 * (-(-n // self.learn_queue_cap) + 1)
         self._policy: _Policy | None = None
         self._threads: list[threading.Thread] = []
         self._is_stopped = self._is_log_closed = False
@@ -149,7 +148,7 @@ class AsyncUnrolls:
         self._finished: collections.deque[tuple[int, Rollout, int]] = collections.deque()
         self._unobserved: collections.deque[tuple[Rollout, np.ndarray]] = collections.deque()
         self._last_number = [-1] * n
-        self._admitted = -self._learn_cap if lock_step else self._learn_cap
+        self._admitted = -self.learn_queue_cap if lock_step else self.learn_queue_cap
         self.n_finished = self.n_dropped = 0
         self.lags: collections.Counter[int] = collections.Counter()
 
@@ -208,12 +207,12 @@ class AsyncUnrolls:
         unrolls: list[Unroll] = []
         with self._has_finished:
             if self._lock_step:
-                self._admit(self._learn_cap)
+                self._admit(self.learn_queue_cap)
             while True:
                 self._check_alive()
-                while self._finished and len(unrolls) < self._learn_cap:
+                while self._finished and len(unrolls) < self.learn_queue_cap:
                     unrolls += self._next_unroll()
-                if len(unrolls) == self._learn_cap:
+                if len(unrolls) == self.learn_queue_cap:
                     break
                 self._has_finished.wait()
         self.lags.update(unroll.policy_lag for unroll in unrolls)
