@@ -170,7 +170,7 @@ class ActorCriticTrainer(PolicyTrainer):
 
         self._model = pair._replace(apply=apply)
         self._policy_model = pair._replace(apply=lambda *arguments: pair.apply(*arguments)[0])
-        self._start(pair.init, [self._value_trainer, self._policy_trainer], pair.is_sequence)
+        self._start(pair.init, [self._value_trainer, self._policy_trainer], pair)
 
     def _targets(self, params: PyTree) -> PyTree:
         parts = () if self.target_sync is None else ("shared", "value")

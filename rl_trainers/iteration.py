@@ -198,7 +198,7 @@ class Iteration:
             hparams: see :meth:`rl_trainers.trainer.RLTrainer.hparams`, and ``epoch`` i32, counted from 1.
         """
         trainer, (state, actor, kept) = self._trainer, carry
-        act = trainer.acting(state.params, state.model_state, trainer.collect_temperature)
+        act = trainer.acting.acting(state.params, state.model_state, trainer.collect_temperature)
         actor, data, endings = rollout.unroll_scan(
             self._env, act, actor, self._unroll_length, self._to_env
         )

@@ -100,7 +100,7 @@ class ActorCriticJointTrainer(RLTrainer):
             n_evals=supervised_evals_per_epoch,
             n_eval_steps=supervised_eval_steps,
         )
-        self._start(self._model.init, [self._trainer], self._model.is_sequence)
+        self._start(self._model.init, [self._trainer], self._model)
 
     def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
         """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""

@@ -169,7 +169,7 @@ class OffPolicyTrainer(RLTrainer):
 
     def _initial_ring(self, capacity: int) -> ring.Ring:
         """What the task has stored, and then the environments' present observations."""
-        data, size = self._stored(), self.task.replay.size
+        data, size = self._see_rows(self.task.replayed()), self.task.replay.size
         after = jax.tree.map(lambda x: np.zeros_like(x[:1]), data.steps)
         last = jax.tree.map(lambda x: x[None], data.last_observation)
         steps = jax.tree.map(
@@ -413,9 +413,9 @@ class OffPolicyTrainer(RLTrainer):
         self,
         init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
         trainers: list[Trainer],
-        is_sequence: bool = False,
+        model: models.Model,
     ) -> None:
-        if is_sequence:
+        if model.is_sequence:
             raise ValueError(
                 f"{type(self).__name__} draws single steps, and a sequence network needs those before them; "
                 "AWR and ExpertIteration can use one"
@@ -426,7 +426,7 @@ class OffPolicyTrainer(RLTrainer):
         self._run_rows = compiled(self.run_rows, donate_argnums=(0, 1))
         self._draw = compiled(self.draw)
         self._draw_batches = compiled(self.draw_batches)
-        super()._start(init, trainers)
+        super()._start(init, trainers, model)
         counted = bool(self._n_rows) and not (self.offline or self.only_eval)
         self._on_device = counted and self._acts_compiled
         drawn, _ = jax.eval_shape(self.draw_batches, self.state.key)

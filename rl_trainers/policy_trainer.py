@@ -87,8 +87,7 @@ class PolicyTrainer(RLTrainer):
             policy_distribution=self._distribution,
             mode="train",
         )
-        is_sequence = self._policy_model.is_sequence
-        self._start(self._policy_model.init, [self._policy_trainer], is_sequence)
+        self._start(self._policy_model.init, [self._policy_trainer], self._policy_model)
 
     def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
         """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""

@@ -147,7 +147,8 @@ def add(
     Args:
         replay: where to store.
         rollout: host arrays ``[T, B]`` of the structure that the replay was created with, but for
-            ``policy_state``, which is not stored, and ``dist_inputs``, which are NaN if there are none.
+            ``policy_state``, which is left out where none is stored and 0 if there is none, and
+            ``dist_inputs``, which are NaN if there are none.
         epoch: at least 0; belongs to all rows.
         gamma: discount factor per step, for ``return_``.
         max_steps: decisions after which a trajectory is cut while the episode goes on.
@@ -510,7 +511,12 @@ def _trim(rollout: Rollout) -> TimeStep:
 
 def _storable(stored: TimeStep, steps: TimeStep) -> TimeStep:
     """Steps ``[T, B]`` with the fields that the replay stores; unknown ``dist_inputs`` are NaN."""
-    steps = steps._replace(policy_state=(), return_=None)
+    steps = steps._replace(return_=None)
+    if not same_structure(steps.policy_state, stored.policy_state):
+        nothing = jax.tree.map(
+            lambda x: np.zeros((*steps.mask.shape, *x.shape[2:]), x.dtype), stored.policy_state
+        )
+        steps = steps._replace(policy_state=nothing)
     if steps.dist_inputs is None and stored.dist_inputs is not None:
         shape = (*steps.mask.shape, stored.dist_inputs.shape[-1])
         steps = steps._replace(dist_inputs=np.full(shape, np.nan, np.float32))
@@ -523,6 +529,11 @@ def _storable(stored: TimeStep, steps: TimeStep) -> TimeStep:
                 f"rollout has rows of shape {x.shape[1:]} where the replay stores {y.shape[1:]}."
             )
     return steps
+
+
+def same_structure(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have the same nodes."""
+    return str(jax.tree.structure(one)) == str(jax.tree.structure(other))
 
 
 def _begins_with(first: PyTree, observation: PyTree) -> bool:

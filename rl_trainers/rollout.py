@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_trainers.envs import native
 from rl_trainers.types import ActorState, EnvInfo, PyTree, Rollout, TimeStep
+from rl_trainers.windows import Window
 
 Act = Callable[[PyTree, PyTree, Any, Any], tuple[PyTree, Any, PyTree, Any]]
 """``(observation, policy_state, needs_reset, key) -> (action, dist_inputs, policy_state, key)``.
@@ -123,10 +124,11 @@ def unroll_host(
     observation, policy_state, key = actor.observation, actor.policy_state, actor.key
     needs_reset = actor.needs_reset
     for _ in range(unroll_length):
+        before = recorded(policy_state)
         action, dist_inputs, policy_state, key = act(observation, policy_state, needs_reset, key)
         action = _to_host(action)
         following, reward, terminated, truncated, info = env.step(to_env(action))
-        rows.append((observation, action, dist_inputs, reward, terminated, truncated))
+        rows.append((observation, action, dist_inputs, reward, terminated, truncated, before))
         infos.append(info)
         observation, needs_reset = following, terminated | truncated
         if stop is not None and stop(needs_reset):
@@ -242,6 +244,7 @@ def row_scan(
         truncated=truncated,
         mask=(~anew).astype(jnp.float32),
         dist_inputs=dist_inputs,
+        policy_state=recorded(actor.policy_state),
         env_info=EnvInfo(*(info[name] for name in EnvInfo._fields)),
     )
     total = actor.episode_return + steps.reward
@@ -250,6 +253,11 @@ def row_scan(
     total, count = jnp.where(steps.done, 0, total), jnp.where(steps.done, 0, count)
     actor = ActorState(envs, observation, policy_state, steps.done, key, total, count)
     return actor, (steps, endings)
+
+
+def recorded(policy_state: PyTree) -> PyTree:
+    """What a row keeps of it: a recurrent state; of a window nothing, since the rows show it."""
+    return () if isinstance(policy_state, Window) else policy_state
 
 
 def all_finite(steps: TimeStep) -> jax.Array:
@@ -264,7 +272,7 @@ def _to_host(tree: PyTree) -> PyTree:
 
 def _to_steps(rows: list[tuple], infos: list[dict], needs_reset: np.ndarray) -> TimeStep:
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *rows)
-    observation, action, dist_inputs, reward, terminated, truncated = stacked
+    observation, action, dist_inputs, reward, terminated, truncated, policy_state = stacked
     mask = np.concatenate([~needs_reset[None], ~(terminated | truncated)[:-1]]).astype(np.float32)
     return TimeStep(
         observation=observation,
@@ -274,6 +282,7 @@ def _to_steps(rows: list[tuple], infos: list[dict], needs_reset: np.ndarray) -> 
         truncated=truncated,
         mask=mask,
         dist_inputs=dist_inputs,
+        policy_state=policy_state,
         env_info=EnvInfo(*(_env_info(infos, name, mask.shape) for name in EnvInfo._fields)),
     )
 

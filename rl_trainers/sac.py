@@ -100,8 +100,8 @@ class QActorCriticTrainer(OffPolicyTrainer):
             self._trainer("value", self._value_loss, value_optimizer, value_lr_schedule),
             self._trainer("policy", self._policy_loss, policy_optimizer, policy_lr_schedule),
         ]
-        is_sequence = self._policy.is_sequence or self._critics[0].is_sequence
-        self._start(self._init, [*trainers, *self._more_trainers()], is_sequence)
+        sequences = [model for model in (self._policy, self._critics[0]) if model.is_sequence]
+        self._start(self._init, [*trainers, *self._more_trainers()], (*sequences, self._policy)[0])
         if n_critics > 1 and _are_equal(self.state.params["value"]["0"], self.state.params["value"]["1"]):
             raise ValueError(
                 f"n_critics={n_critics}: value_model gives each critic the same parameters, so all would "

@@ -5,6 +5,7 @@ This is the only module that takes gradients.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -107,6 +108,13 @@ class Trainer:
         self._optimizer, self._schedule = optimizers.resolve(optimizer, lr_schedule)
         self.eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
         self.clip_grad_norm = self._optimizer.clip_grad_norm
+
+    def sized(self, batch_size: int, n_steps: int) -> Trainer:
+        """The same trainer with other counts, whose metrics are means over all steps."""
+        other = copy.copy(self)
+        other.batch_size, other.n_steps = batch_size, n_steps
+        other.eval_weights = eval_weights(n_steps, 1, None)
+        return other
 
     def _split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         mine = {name: tree for name, tree in params.items() if name in self._trains}
@@ -280,13 +288,14 @@ def _take(rows: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
     """
     index, keep = batch
     # XLA's loops over the rows of an array that is one wide take many times longer.
-    shape = (1, -1) if rows.mask.shape[1] == 1 else (keep.size, rows.mask.shape[1])
+    is_single = rows.mask.shape[1] == 1
 
     def take(x):
-        return x.reshape(-1, keep.shape[1], *x.shape[1:])[index].reshape(*shape, *x.shape[2:])
+        shape = (1, -1, *x.shape[2:]) if is_single else (keep.size, *x.shape[1:])
+        return x.reshape(-1, keep.shape[1], *x.shape[1:])[index].reshape(shape)
 
     taken = jax.tree.map(take, rows)
-    return taken._replace(mask=taken.mask * keep.reshape(shape[0], -1))
+    return taken._replace(mask=taken.mask * keep.reshape((1, -1) if is_single else (-1, 1)))
 
 
 def block_size(n_rows: int, batch_size: int, num_envs: int) -> int:

@@ -133,7 +133,9 @@ class RLTask:
             _prepared, dm_suite=dm_suite, random_starts=random_starts, n_frames=num_stacked_frames
         )
         self.env: Any
-        self.env, self._make_eval_env = make(env, eval_env, prepare, num_envs, self.time_limit, backend)
+        self.env, self._make_eval_env, self._make_more = make(
+            env, eval_env, prepare, num_envs, self.time_limit, backend
+        )
         self.env_name = self.env.name
         self.observation_space = self.env.observation_space
         self.action_space = self.env.action_space
@@ -180,6 +182,14 @@ class RLTask:
         """For evaluation only, without the task's time limit; made at the first use."""
         return self._make_eval_env()
 
+    def make_envs(self, num_envs: int) -> HostEnv | DeviceEnv:
+        """More of the same environments, not reset, which the caller closes.
+
+        Args:
+            num_envs: how many.
+        """
+        return self._make_more(num_envs)
+
     def close(self) -> None:
         """Closes all environments."""
         self.env.close()
@@ -219,14 +229,22 @@ class RLTask:
         counts = unroll_length, n_trajectories, n_interactions
         return self._collect(self.env if env is None else env, act, self.max_steps, *counts)
 
-    def set_policy_state(self, policy_state: PyTree) -> None:
+    def set_policy_state(self, policy_state: PyTree, is_stored: bool = False) -> None:
         """Sets what the policy remembers of each environment, and what it does where it remembers nothing.
 
         Args:
             policy_state: leading axis ``[B]``; ``()`` if policies have none.
+            is_stored: whether the replay keeps that of each row, if it is a recurrent state; rows that are
+                there already get this one.
         """
         self._no_policy_state = policy_state
         self.actor = self.actor._replace(policy_state=policy_state)
+        kept = rollout_lib.recorded(policy_state) if is_stored else ()
+        steps, *others = replay_lib.to_rows(self.replay)
+        if not replay_lib.same_structure(kept, steps.policy_state):
+            many = jax.tree.map(lambda x: np.broadcast_to(x, (len(steps.mask), *x.shape)), kept)
+            rows = (steps._replace(policy_state=many), *others)
+            self.replay = replay_lib.from_rows(rows, self.replay.capacity, self._frames)
 
     def add(self, rollout: Rollout, epoch: int) -> None:
         """Puts a rollout into the replay; epochs older than the newest ``n_replay_epochs`` go.
@@ -390,7 +408,8 @@ class RLTask:
             self._forget(epoch_id)
             rollout, episodes = self._collect(player, player.act, max_steps, *counts)
             self._store(rollout, epoch_id, max_steps)
-            self.set_policy_state(self._no_policy_state)  # these steps were not its own
+            # These steps were not the policy's own.
+            self.actor = self.actor._replace(policy_state=self._no_policy_state)
         elif n_trajectories is not None:
             episodes = self.evaluate(player.act, n_trajectories, max_steps, env=player)
         else:
@@ -735,21 +754,23 @@ class RLTask:
 
 def _make_envs(
     env: Any, eval_env: Any, prepare: Callable, num_envs: int, time_limit: int | None, backend: str
-) -> tuple[HostEnv, Callable[[], HostEnv]]:
-    """The environments, and what makes those for evaluation."""
+) -> tuple[HostEnv, Callable[[], HostEnv], Callable[[int], HostEnv]]:
+    """The environments, what makes those for evaluation, and what makes more."""
     source = prepare(env)
     made = make_host_env(source, num_envs, time_limit=time_limit, backend=backend)
+    more = functools.partial(make_eval_env, source, time_limit=time_limit, backend=backend)
     if eval_env is None:
-        return made, functools.partial(make_eval_env, source, made.num_envs, backend=backend)
-    return made, functools.partial(make_host_env, prepare(eval_env), num_envs, backend=backend)
+        return made, functools.partial(make_eval_env, source, made.num_envs, backend=backend), more
+    return made, functools.partial(make_host_env, prepare(eval_env), num_envs, backend=backend), more
 
 
 def _make_device_envs(
     env: Any, eval_env: Any, prepare: Callable, num_envs: int, time_limit: int | None, backend: str
-) -> tuple[DeviceEnv, Callable[[], DeviceEnv]]:
+) -> tuple[DeviceEnv, Callable[[], DeviceEnv], Callable[[int], DeviceEnv]]:
     """The same for JAX environments."""
     made = DeviceEnv(env, num_envs, time_limit)
-    return made, functools.partial(DeviceEnv, env if eval_env is None else eval_env, num_envs)
+    more = functools.partial(DeviceEnv, env, time_limit=time_limit)
+    return made, functools.partial(DeviceEnv, env if eval_env is None else eval_env, num_envs), more
 
 
 def _check_plain(**arguments: Any) -> None:

@@ -6,6 +6,7 @@ A trainer class is a list of supervised trainers and a :meth:`RLTrainer.make_bat
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -25,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rl_trainers import checkpoint, metrics, rollout, sharding, windows
+from rl_trainers import checkpoint, metrics, models, rollout, sharding, windows
+from rl_trainers.acting import Acting, compiled
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.iteration import MOST_EPOCHS, N_LATEST, Carry, Iteration, Report, resized, shardings, stacked
@@ -80,9 +82,9 @@ class RLTrainer:
     """Temperature at which training data are collected."""
 
     _saved_parts: tuple[str, ...] = ("train", "task", "loop")
-    _is_sequence = False
     _one_device = ""
     _compiled_before = False
+    _stopped = False
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class RLTrainer:
         *,
         n_replay_epochs: int = 1,
         max_slice_length: int = 1,
+        use_rollout_state: bool = True,
         offline: bool = False,
         seed: int = 0,
         n_devices: int | None = None,
@@ -122,6 +125,8 @@ class RLTrainer:
             n_replay_epochs: newest epochs to train on; more than 1 is for off-policy algorithms only.
             max_slice_length: ``L`` of the batches; a sequence model sees at least the last ``L`` rows of its
                 episode, see :mod:`rl_trainers.windows`.
+            use_rollout_state: train slices of a recurrent model from the state that it was in when their
+                first row was collected, which is stored; else from that of the first row of an episode.
             offline: train on the data that the task already has and take no step of an environment but in
                 evaluations; for off-policy algorithms only.
             seed: of parameters and training. Environments and actions are seeded by the task.
@@ -179,7 +184,7 @@ class RLTrainer:
         self.only_eval = only_eval
         self.offline = offline
         self.output_dir = output_dir
-        self.max_slice_length = max_slice_length
+        self.max_slice_length, self.use_rollout_state = max_slice_length, use_rollout_state
         self.seed, self.n_devices = seed, n_devices
         self.checkpoint_interval_s = checkpoint_interval_s
         self.on_epoch = on_epoch
@@ -196,7 +201,7 @@ class RLTrainer:
         self._saved_epoch = -1
         self._writer: metrics.MetricsWriter | None = None
         self._lock: Any = None
-        self._stopped = False
+        self._learners: dict[tuple, tuple[RLTrainer, Callable]] = {}
 
     # What models see.
 
@@ -208,19 +213,11 @@ class RLTrainer:
         return hook(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
 
     def _see_rollout(self, data: Rollout, window: windows.Window | None = None) -> Rollout:
-        """What models see of a rollout; for sequence models with the rows of ``window`` in front."""
-        hook = self.task.timestep_to_np
-        if hook is not None:
-            last = self._see(data.last_observation)
-            data = data._replace(steps=hook(data.steps), last_observation=last)
-        return windows.see(data, window) if self._is_sequence else data
-
-    def _no_window(self, num_envs: int) -> Any:
-        """``policy_state`` of an actor that has seen nothing."""
-        if not self._is_sequence:
-            return ()
-        seen = self._see(jax.tree.map(lambda x: np.stack([x] * num_envs), self._example))
-        return windows.empty(seen, self.max_slice_length)
+        """What models see of a rollout; with a window, with its rows in front."""
+        data = self._see_rows(data)
+        if not self.use_rollout_state:
+            data = data._replace(steps=data.steps._replace(policy_state=()))
+        return self.acting.see(data, window)
 
     def _seen_space(self) -> gym.Space:
         observation = self.task.actor.observation
@@ -242,6 +239,21 @@ class RLTrainer:
     def gather(self, state: TrainState, data: Rollout) -> PyTree:
         """``model_state`` after taking in the observations of ``data``."""
         raise NotImplementedError
+
+    def _see_rows(self, data: Rollout) -> Rollout:
+        """``task.timestep_to_np`` applied to a rollout."""
+        hook = self.task.timestep_to_np
+        if hook is None:
+            return data
+        return data._replace(steps=hook(data.steps), last_observation=self._see(data.last_observation))
+
+    def initial_policy_state(self, num_envs: int | None = None) -> PyTree:
+        """What a policy remembers before the first row, ``[B, ..]``; ``()`` if policies remember nothing.
+
+        Args:
+            num_envs: ``B``; ``None`` for the task's.
+        """
+        return self.acting.nothing(self.task.env.num_envs if num_envs is None else num_envs)
 
     # The compiled functions.
 
@@ -308,24 +320,24 @@ class RLTrainer:
         self,
         init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
         trainers: list[Trainer],
-        is_sequence: bool = False,
+        model: models.Model,
     ) -> None:
         """Initialises parameters, compiles nothing yet, and continues a run found in ``output_dir``.
 
         Args:
             init: ``(key, observation [1, *obs]) -> (params, model_state)``.
             trainers: in the order in which they train.
-            is_sequence: whether the models are, see :class:`rl_trainers.models.Model`.
+            model: of the policy, or of policy and value.
 
         Raises:
             ValueError: if sequence models are to see single rows.
         """
-        if is_sequence and self.max_slice_length == 1:
+        if model.is_sequence and self.max_slice_length == 1:
             raise ValueError(
-                "max_slice_length=1: the model is a sequence network, which would see no row but the newest "
-                "of each block of 1; nearest valid value: 2"
+                "max_slice_length=1: the model is a sequence network, which learns nothing about earlier "
+                "rows from slices of 1; nearest valid value: 2"
             )
-        self._is_sequence = is_sequence
+        self.acting = Acting(self, model)
         self._trainers = trainers
         key_params, key_train = jax.random.split(jax.random.PRNGKey(self.seed))
         self._example = jax.tree.map(lambda x: np.asarray(x)[0], self.task.actor.observation)
@@ -337,40 +349,7 @@ class RLTrainer:
         self.state = TrainState(
             params, model_state, opt_state, key_train, jnp.int32(0), self._targets(params)
         )
-        self.task.set_policy_state(self._no_window(self.task.env.num_envs))
-        distribution = self.task.distribution
-
-        @compiled
-        def act(params, model_state, observation, key, temperature):
-            apply = self.policy_apply
-            action, _, key = rollout.act(
-                apply, distribution, params, model_state, observation, key, temperature
-            )
-            return action, key
-
-        @compiled
-        def act_in(params, model_state, observation, window, needs_reset, key, temperature):
-            window = windows.append(window, observation, needs_reset)
-            action, dist_inputs, key = rollout.act(
-                lambda *arguments: self.policy_apply(*arguments)[:, window.count - 1],
-                distribution,
-                params,
-                model_state,
-                window.seen,
-                key,
-                temperature,
-            )
-            return action, dist_inputs, window, key
-
-        @compiled
-        def dist_inputs(params, model_state, observation):
-            apply = functools.partial(self.policy_apply, params, model_state)
-            return windows.over_rollout(apply, observation, self.max_slice_length)
-
-        self._act = act
-        self._act_in = act_in
-        self._dist_inputs = dist_inputs
-        self._begin_block = compiled(windows.begin)
+        self.task.set_policy_state(self.initial_policy_state(), self.use_rollout_state)
         self._learn = compiled(self.learn, donate_argnums=0)
         self._gather = compiled(self.gather)
         self._make_rows = compiled(self._rows)
@@ -411,24 +390,6 @@ class RLTrainer:
             values[trainer.name] = trainer.hparams((self._epoch + after) * trainer.n_steps)
         return values
 
-    def acting(self, params: PyTree, model_state: PyTree, temperature: Any) -> rollout.Act:
-        """The policy, for the unrolls of JAX environments; traced."""
-        temperature = jnp.float32(temperature)
-
-        def act(observation, policy_state, needs_reset, key):
-            action, dist_inputs, key = rollout.act(
-                self.policy_apply,
-                self.task.distribution,
-                params,
-                model_state,
-                self._see(observation),
-                key,
-                temperature,
-            )
-            return action, dist_inputs, policy_state, key
-
-        return act
-
     def _first_episodes(
         self,
         num_envs: int,
@@ -441,14 +402,14 @@ class RLTrainer:
         """Plays one episode in each of ``num_envs`` JAX environments, static; keys of those and of acting."""
         env: Any = self.task.eval_env
         env = env.functions
-        actor = rollout.start_scan(env, num_envs, *keys)
-        act = self.acting(params, model_state, temperature)
+        actor = rollout.start_scan(env, num_envs, *keys, self.acting.nothing(num_envs))
+        act = self.acting.acting(params, model_state, temperature)
         return rollout.play_scan(env, act, actor, limit, self.task.distribution.to_env)
 
     def _is_traceable(self) -> bool:
         """Whether acting can be part of a compiled loop."""
         task, hook = self.task, self.task.timestep_to_np
-        if not isinstance(task.env, DeviceEnv) or self._is_sequence:
+        if not isinstance(task.env, DeviceEnv) or self.acting.has_window:
             return False
         if hook is None:
             return True
@@ -697,10 +658,10 @@ class RLTrainer:
             data = self._stored()
             return data, None if self._epoch else data, rollout.NO_EPISODES
         window = None
-        if self._is_sequence:
-            window = self._begin_block(self.task.actor.policy_state)
+        if self.acting.has_window:
+            window = self.acting.begin(self.task.actor.policy_state)
             self.task.actor = self.task.actor._replace(policy_state=window)
-        act = self._actor(self.collect_temperature)
+        act = self.acting.actor(self.state, self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
             data, episodes = self.task.collect(act, unroll_length=unroll_length)
@@ -709,10 +670,11 @@ class RLTrainer:
                 act, n_trajectories=self.n_trajectories_per_epoch
             )
         seen = self._see_rollout(data, window)
-        dist_inputs = self._dist_inputs(
-            self.state.params, self.state.model_state, seen.steps.observation
-        )
-        version, dist_inputs = np.asarray(self.state.step), np.asarray(dist_inputs)
+        dist_inputs = data.steps.dist_inputs
+        if dist_inputs is None:
+            model = self.state.params, self.state.model_state
+            dist_inputs = np.asarray(self.acting.dist_inputs(*model, seen.steps.observation))
+        version = np.asarray(self.state.step)
         seen, data = (
             x._replace(
                 steps=x.steps._replace(dist_inputs=dist_inputs[-len(x.steps.mask) :]),
@@ -730,23 +692,6 @@ class RLTrainer:
         """The replay as models see it, host arrays ``[T, B]``."""
         return self._see_rollout(self.task.replayed())
 
-    def _actor(self, temperature: float) -> rollout.Act:
-        """The current policy, for :func:`rollout.unroll_host`."""
-        params, model_state = self.state.params, self.state.model_state
-        traced = _on_device(temperature)
-
-        def act(observation, policy_state, needs_reset, key):
-            action, key = self._act(params, model_state, self._see(observation), key, traced)
-            return action, None, policy_state, key
-
-        def act_in(observation, window, needs_reset, key):
-            action, _, window, key = self._act_in(
-                params, model_state, self._see(observation), window, needs_reset, key, traced
-            )
-            return action, None, window, key
-
-        return act_in if self._is_sequence else act
-
     def train_epoch(self, data: Rollout) -> dict[str, float]:
         """Trains for one epoch.
 
@@ -759,6 +704,68 @@ class RLTrainer:
         drawn = {trainer.name: trainer.draw() for trainer in self._trainers if trainer.inputs}
         self.state, result = self._learn(self.state, data, self.hparams(), drawn)
         return {name: float(value) for name, value in result.items()}
+
+    # For drivers.
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the policy has a recurrent state."""
+        return self.acting.is_recurrent
+
+    def actor(self, temperature: float = 1.0, epsilon: float | None = None) -> rollout.Act:
+        """The present policy, with parameters of its own, so that training does not disturb it.
+
+        Args:
+            temperature: 0 acts greedily, 1 samples from the policy.
+            epsilon: share of rows in [0, 1] that act so, the others taking the mode; ``None`` for all.
+
+        Returns:
+            A function that gives ``dist_inputs`` too, and may be called by several threads.
+        """
+        copies = jax.tree.map(jnp.copy, (self.state.params, self.state.model_state))
+        params, model_state = copies
+        state = self.state._replace(params=params, model_state=model_state)
+        return self.acting.snapshot(state, temperature, epsilon)
+
+    def train_on(
+        self,
+        data: Rollout,
+        n_passes: int = 1,
+        batch_size: int | None = None,
+        slice_length: int | None = None,
+    ) -> dict[str, float]:
+        """Judges rows as a whole and trains every supervised trainer on them.
+
+        Args:
+            data: facts ``[T, B]``, host arrays with ``dist_inputs``; rows of a recurrent policy with
+                ``policy_state``.
+            n_passes: passes over the rows.
+            batch_size: slices of a batch; ``None`` for all.
+            slice_length: rows of a slice; ``None`` for ``max_slice_length``.
+
+        Returns:
+            The metrics of the supervised trainers.
+        """
+        length = slice_length or self.max_slice_length
+        n_slices = -(-data.steps.mask.shape[0] // length) * data.steps.mask.shape[1]
+        size = min(batch_size or n_slices, n_slices)
+        learner, learn = self._learner(length, size, n_passes * -(-n_slices // size))
+        learner._epoch = self._epoch
+        seen = self._see_rollout(data)
+        self.state, metrics = learn(self.state, seen, learner.hparams())
+        if jax.tree.leaves(self.state.model_state):
+            self.state = self.state._replace(model_state=self._gather(self.state, seen))
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _learner(self, length: int, batch_size: int, n_steps: int) -> tuple[RLTrainer, Callable]:
+        """A copy of the trainer with other counts, and its compiled :meth:`learn`."""
+        counts = length, batch_size, n_steps
+        if counts not in self._learners:
+            other = copy.copy(self)
+            other.max_slice_length = length
+            other._trainers = [trainer.sized(batch_size, n_steps) for trainer in self._trainers]
+            self._learners[counts] = other, compiled(other.learn, donate_argnums=0)
+        return self._learners[counts]
 
     def evaluate(
         self, n_episodes: int = 20, temperature: float = 0.0, max_steps: int | None = None
@@ -780,12 +787,12 @@ class RLTrainer:
             play = functools.partial(self._play_one_each, np.float32(temperature), key)
             return self.task.play_out(play, n_episodes, max_steps, seed)
         return self.task.evaluate(
-            self._actor(temperature),
+            self.acting.actor(self.state, temperature),
             n_episodes,
             max_steps=max_steps,
             seed=seed,
             key=key,
-            policy_state=self._no_window(eval_env.num_envs),
+            policy_state=self.initial_policy_state(eval_env.num_envs),
         )
 
     def _play_one_each(self, temperature: Any, key: Any, num_envs: int, env_seed: int, limit: int) -> tuple:
@@ -822,22 +829,13 @@ class RLTrainer:
         """
         earlier: list = []
         if isinstance(trajectory, Trajectory):
-            earlier = [step.observation for step in trajectory.timesteps] if self._is_sequence else []
+            has_memory = self.acting.has_window or self.acting.is_recurrent
+            earlier = [step.observation for step in trajectory.timesteps] if has_memory else []
             trajectory = trajectory.last_observation
-        batch = self._checked(trajectory)
+        rows = [self._checked(x) for x in [*earlier, trajectory]]
         self._policy_key, key_act = jax.random.split(self._policy_key)
-        params, model_state = self.state.params, self.state.model_state
-        if self._is_sequence:
-            rows = [self._checked(x) for x in [*earlier, trajectory]]
-            window = windows.of_episode(rows, self.max_slice_length)
-            action, dist_inputs, *_ = self._act_in(
-                params, model_state, batch, window, np.zeros(1, bool), key_act, np.float32(temperature)
-            )
-        else:
-            action, _ = self._act(params, model_state, batch, key_act, np.float32(temperature))
-            rows = jax.tree.map(lambda x: x[None], batch)
-            dist_inputs = self._dist_inputs(params, model_state, rows)[0]
-        return jax.tree.map(lambda x: np.asarray(x)[0], (action, dist_inputs))
+        decided = self.acting.after(self.state, rows, key_act, temperature)
+        return jax.tree.map(lambda x: np.asarray(x)[0], decided)
 
     def _checked(self, observation: PyTree) -> PyTree:
         """What models see of one observation ``[*obs]``, ``[1, ..]``."""
@@ -931,10 +929,6 @@ class RLTrainer:
             self._writer.close()
         if self._lock is not None:
             self._lock.close()
-
-
-# LLVM's third level takes a fifth longer to compile the update and makes it no faster.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
 
 
 class Interrupt:
@@ -1037,7 +1031,8 @@ def judge(
 def to_rows(batch: Batch, length: int) -> Batch:
     """Cuts ``[T, B, ..]`` into slices of neighbouring rows ``[N, L, ..]``, ``N = ceil(T / L) B``.
 
-    Slices that a sequence model sees are ``[N, 2 L, ..]``, with the rows before them in front, masked.
+    Slices that a sequence model with a window sees are ``[N, 2 L, ..]``, with the rows before them in front,
+    masked.
 
     Args:
         batch: leading axes ``[T, B]``.
@@ -1045,6 +1040,8 @@ def to_rows(batch: Batch, length: int) -> Batch:
     """
     if not isinstance(batch.observation, Seen):
         return windows.blocks(batch, length)
+    if jax.tree.leaves(batch.observation.state):
+        return windows.slices(batch, length)
     rows = windows.blocks_and_before(batch, length)
     return rows._replace(mask=rows.mask.at[:, :length].set(0.0))
 
@@ -1065,12 +1062,6 @@ def _space_of(observation: PyTree) -> gym.Space:
     if dtype.kind == "b":
         low, high = False, True
     return gym.spaces.Box(low, high, shape, dtype.type)
-
-
-@functools.lru_cache
-def _on_device(x: float) -> jax.Array:
-    """``x`` as f32; given to many calls, it is copied once."""
-    return jnp.float32(x)
 
 
 def _mean(values: Any) -> float:

@@ -42,16 +42,19 @@ class EnvInfo(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a sequence model sees of a row; all other models see the observation alone.
+    """What a sequence or recurrent model sees of a row; all other models see the observation alone.
 
     Attributes:
         observation: ``[.., *obs]``.
         episode: i32, number of the episode that the row belongs to, from 1 on and rising with time; 0
             where there is no row.
+        state: recurrent state before the row, of which a recurrent model takes that of the first row it is
+            given; ``()`` for other models.
     """
 
     observation: PyTree
     episode: Any
+    state: PyTree = ()
 
 
 class TimeStep(NamedTuple):

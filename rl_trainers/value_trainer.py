@@ -135,7 +135,7 @@ class ValueTrainer(OffPolicyTrainer):
             n_evals=value_evals_per_epoch,
             n_eval_steps=value_eval_steps,
         )
-        self._start(self._model.init, [trainer], self._model.is_sequence)
+        self._start(self._model.init, [trainer], self._model)
 
     def _targets(self, params: PyTree) -> PyTree:
         return jax.tree.map(jnp.copy, params)

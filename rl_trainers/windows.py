@@ -1,9 +1,14 @@
-"""How far back a sequence model looks: the same rows while acting and while training.
+"""What models see of earlier rows: the same while acting and while training.
 
-Time is cut into blocks of ``L`` rows. A decision sees the rows of its own block up to itself and all rows of
-the block before, as far as they belong to its episode: never fewer than the last ``L``, fewer than ``2 L``.
-Every rollout begins a block. So one pass over rows ``[N, 2 L]``, each a block behind the one before,
-gives for the second half what :func:`append` showed the acting policy one by one.
+A recurrent model has a state, which goes from row to row and is that of a first row again at the start of
+every episode. Slices that are trained begin with the state that was recorded for their first row, or with
+that of a first row.
+
+A sequence model without one has a window. Time is cut into blocks of ``L`` rows. A decision sees the rows
+of its own block up to itself and all rows of the block before, as far as they belong to its episode: never
+fewer than the last ``L``, fewer than ``2 L``. Every rollout begins a block. So one pass over rows
+``[N, 2 L]``, each a block behind the one before, gives for the second half what :func:`append` showed the
+acting policy one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rl_trainers.types import PyTree, Rollout, Seen, TimeStep
+from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep
 
 
 class Window(NamedTuple):
@@ -120,19 +125,75 @@ def see(rollout: Rollout, window: Window | None = None) -> Rollout:
     return rollout._replace(steps=steps._replace(observation=seen), last_observation=last)
 
 
-def episodes(steps: TimeStep) -> np.ndarray:
+def see_recurrent(rollout: Rollout, first_state: PyTree) -> Rollout:
+    """A rollout as recurrent models see it.
+
+    Args:
+        rollout: ``[T, B]``, whose ``policy_state`` is that before each row, or ``()`` if it is not known and
+            every slice shall begin with
+        first_state: the state ``[..]`` before the first row of an episode.
+
+    Returns:
+        A rollout whose observations are :class:`rl_trainers.types.Seen`.
+    """
+    steps = rollout.steps
+    episode = episodes(steps)
+    first = states(first_state, *steps.mask.shape)
+    known = jax.tree.leaves(steps.policy_state)
+    seen = Seen(steps.observation, episode[:-1], steps.policy_state if known else first)
+    # Nothing begins with the last observation, so its state is never looked at.
+    last = Seen(rollout.last_observation, episode[-1], jax.tree.map(lambda x: x[0], first))
+    return rollout._replace(steps=steps._replace(observation=seen), last_observation=last)
+
+
+def states(first_state: PyTree, *leading: int) -> PyTree:
+    """``first_state [..]`` for many, ``[*leading, ..]``."""
+    return jax.tree.map(lambda x: np.broadcast_to(x, (*leading, *x.shape)), first_state)
+
+
+def follow(state: PyTree, needs_reset: jax.Array, first_state: PyTree) -> PyTree:
+    """The state before the next row: that of a first row after reset rows; traced.
+
+    Args:
+        state: ``[B, ..]`` after this row.
+        needs_reset: bool ``[B]``, this is the reset row, the last one of its episode.
+        first_state: ``[..]``.
+    """
+
+    def choose(x, first):
+        return jnp.where(needs_reset.reshape(-1, *[1] * (x.ndim - 1)), first, x)
+
+    return jax.tree.map(choose, state, first_state)
+
+
+def slices(batch: Batch, length: int) -> Batch:
+    """Cuts rows ``[T, B]`` that a recurrent model sees into slices ``[N, L]``; traced.
+
+    Args:
+        batch: with observations that are :class:`rl_trainers.types.Seen`.
+        length: ``L``; if it does not divide ``T`` the last slices are filled up with masked rows.
+
+    Returns:
+        Slices whose states are ``[N, 1, ..]``, those of the first rows.
+    """
+    rows = blocks(batch, length)
+    seen = rows.observation
+    return rows._replace(observation=seen._replace(state=jax.tree.map(lambda x: x[:, :1], seen.state)))
+
+
+def episodes(steps: TimeStep) -> Any:
     """Numbers of episodes i32 ``[T + 1, B]``, from 1 on; the last row's is that of the successor.
 
     An episode is over after a row without a decision, or after its end if there is no such row.
 
     Args:
-        steps: host arrays ``[T, B]``.
+        steps: ``[T, B]``, host arrays or traced.
     """
+    xp: Any = np if isinstance(steps.mask, np.ndarray) else jnp
     undecided = steps.mask == 0
-    over = undecided.copy()
-    over[:-1] |= steps.done[:-1] & ~undecided[1:]
-    first = np.ones_like(over[:1], np.int32)
-    return np.concatenate([first, 1 + np.cumsum(over, axis=0, dtype=np.int32)])
+    ended = xp.concatenate([steps.done[:-1] & ~undecided[1:], xp.zeros_like(undecided[:1])])
+    first = xp.ones_like(undecided[:1], dtype=np.int32)
+    return xp.concatenate([first, 1 + xp.cumsum(undecided | ended, axis=0, dtype=np.int32)])
 
 
 def blocks(tree: PyTree, length: int) -> PyTree:
@@ -178,6 +239,9 @@ def over_rollout(
 
     if not isinstance(observation, Seen):
         return jax.vmap(alone, 1, 1)(observation, *others)
+    if jax.tree.leaves(observation.state):
+        runs = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (observation, *others))
+        return jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), apply(*runs))
     steps, envs = observation.episode.shape
 
     def join(y):

@@ -62,7 +62,7 @@ def jsonl(directory):
 
 
 def cache_sizes(trainer):
-    return [f._cache_size() for f in (trainer._act, trainer._learn, trainer._dist_inputs)]
+    return [f._cache_size() for f in (trainer.acting.decide, trainer._learn, trainer.acting.dist_inputs)]
 
 
 class Ran:
@@ -229,7 +229,8 @@ def test_policy_answers_trajectories_and_observations(ran):
     assert greedy == {int(np.argmax(trainer.policy(observation)[1]))}
     sampled = {int(trainer.policy(observation)[0]) for _ in range(40)}
     assert sampled == {0, 1}
-    batch = trainer._dist_inputs(trainer.state.params, trainer.state.model_state, observation[None, None])
+    model = trainer.state.params, trainer.state.model_state
+    batch = trainer.acting.dist_inputs(*model, observation[None, None])
     np.testing.assert_allclose(dist_inputs, batch[0, 0], rtol=1e-6)
 
 

@@ -68,14 +68,13 @@ def joint(env, num_envs=2, length=4, rows=12, algorithm=PPOJoint, model=JOINT, *
 def acted(trainer, monkeypatch):
     """Collects an epoch; ``(data, dist_inputs [T, B, D] as the policy said while it acted)``."""
     said = []
-    act_in = trainer._act_in
 
     def spy(*arguments):
-        result = act_in(*arguments)
-        said.append(np.asarray(result[1]))
-        return result
+        action, dist_inputs, *rest = trainer.acting.decide_fully(*arguments)
+        said.append(np.asarray(dist_inputs))
+        return action, *rest
 
-    monkeypatch.setattr(trainer, "_act_in", spy)
+    monkeypatch.setattr(trainer.acting, "decide", spy)
     data, *_ = trainer._collect()
     monkeypatch.undo()
     return data, np.stack(said)

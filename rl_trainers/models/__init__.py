@@ -12,12 +12,15 @@ are treated likewise.
 
 What a *sequence network* says of a row depends on earlier rows of the same episode, see
 :func:`rl_trainers.models.adapters.adapt`. :class:`Policy`, :class:`Value` and :class:`PolicyAndValue` are
-sequence networks if they stand on one, such as :class:`TransformerDecoder`.
+sequence networks if they stand on one, such as :class:`TransformerDecoder`, :class:`GRU` or :class:`LSTM`;
+the last two are *recurrent*: what they remember of earlier rows is carried along as the policy's state.
 """
 
 from rl_trainers.models.adapters import Model, call, features
 from rl_trainers.models.building import build, build_pair, default
 from rl_trainers.models.zoo import (
+    GRU,
+    LSTM,
     MLP,
     AtariCnn,
     LayerNormSquash,
@@ -30,6 +33,8 @@ from rl_trainers.models.zoo import (
 )
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "MLP",
     "AtariCnn",
     "LayerNormSquash",

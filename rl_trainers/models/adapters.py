@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -31,12 +32,18 @@ class Model(NamedTuple):
         is_sequence: whether what it says of a row depends on the rows before. It is then given
             :class:`rl_trainers.types.Seen` with leading axes ``[N, S]``: ``N`` runs of ``S`` rows, each
             in time order.
+        step: of a recurrent model, ``(params, model_state, seen [N, S]) -> (output, state [N, ..])``, with
+            the state after the last row; ``None`` for others.
+        first_state: of a recurrent model, the state ``[..]`` of one run before the first row of an episode;
+            ``()`` for others.
     """
 
     init: Callable
     apply: Callable
     gather: Callable
     is_sequence: bool = False
+    step: Callable | None = None
+    first_state: PyTree = ()
 
 
 def features(space: gym.Space, observation: PyTree) -> PyTree:
@@ -116,7 +123,9 @@ def adapt(
             ``sequence`` which is true are called with a keyword ``episode i32 [N, S]``, which tells that the
             ``R = N S`` rows are ``N`` runs of ``S`` neighbours and to which episode each row belongs; an
             output may depend on the rows of its run that are not later and belong to the same episode, and
-            on no others.
+            on no others. Those that have variables in the collection ``'carry'``, leading axis ``[N]``, are
+            recurrent: the collection holds what they remember from before the first row of each run, and,
+            where it is mutable, what they remember after the last one.
         observation_space: of one environment.
         part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
             ``'value'`` already.
@@ -139,25 +148,52 @@ def adapt(
             "flax.nnx module, a Trax layer, a pair (init, apply) or a Model"
         )
     is_sequence = bool(getattr(network, "sequence", False))
+    if is_sequence:
+        inner = _recurrent(inner, observation_space)
     model = _over_any_axes(inner, observation_space, action_space, is_sequence)
-    return _in_parts(model, observation_space, part)._replace(is_sequence=is_sequence)
+    return _in_parts(model, observation_space, part)
 
 
 def _linen(module: nn.Module) -> Model:
     def init(key, x, **action):
         variables = dict(module.init(key, x, **action))
+        variables.pop("carry", None)
         return variables.pop("params", {}), variables
 
-    def apply(params, model_state, x, **action):
-        return module.apply({"params": params, **model_state}, x, **action)
+    def apply(params, model_state, x, carry=None, **action):
+        variables = {"params": params, **model_state, **_carried(carry)}
+        return module.apply(variables, x, **action)
 
-    def gather(params, model_state, x, mask, **action):
+    def gather(params, model_state, x, mask, carry=None, **action):
         if not model_state:
             return model_state
-        variables = {"params": params, **model_state}
+        variables = {"params": params, **model_state, **_carried(carry)}
         return module.apply(variables, x, mask=mask, mutable=list(model_state), **action)[1]
 
-    return Model(init, apply, gather)
+    def step(params, model_state, x, carry, **action):
+        variables = {"params": params, **model_state, **_carried(carry)}
+        output, changed = module.apply(variables, x, mutable=["carry"], **action)
+        return output, changed["carry"]
+
+    def carry(key, x, **action):
+        return dict(module.init(key, x, **action)).get("carry", ())
+
+    return Model(init, apply, gather, step=step, first_state=carry)
+
+
+def _carried(carry: PyTree) -> dict:
+    return {} if carry is None else {"carry": carry}
+
+
+def _recurrent(inner: Model, space: gym.Space) -> Model:
+    """A sequence network with its first state, if it is recurrent."""
+    if not callable(inner.first_state):
+        return inner._replace(step=None, first_state=())
+    x = features(space, create_empty_array(space, 1))
+    episode = np.ones((1, 1), np.int32)
+    carry = jax.eval_shape(functools.partial(inner.first_state, episode=episode), jax.random.PRNGKey(0), x)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), carry)
+    return inner._replace(step=inner.step if jax.tree.leaves(state) else None, first_state=state)
 
 
 def _functions(init: Callable, apply: Callable) -> Model:
@@ -179,10 +215,12 @@ def _in_parts(inner: Model, space: gym.Space, part: str) -> Model:
         params, model_state = inner.init(key, observation)
         return {part: params}, model_state
 
-    return Model(
-        init,
-        lambda params, *arguments: inner.apply(params[part], *arguments),
-        lambda params, *arguments: inner.gather(params[part], *arguments),
+    inner_step: Any = inner.step
+    return inner._replace(
+        init=init,
+        apply=lambda params, *arguments: inner.apply(params[part], *arguments),
+        gather=lambda params, *arguments: inner.gather(params[part], *arguments),
+        step=inner_step and (lambda params, *arguments: inner_step(params[part], *arguments)),
     )
 
 
@@ -202,11 +240,24 @@ def _over_any_axes(
         if not is_sequence:
             return leading, x, {}
         alone = seen.episode is None
-        return leading, x, {"episode": jnp.ones((*leading, 1), jnp.int32) if alone else seen.episode}
+        told = {"episode": jnp.ones((*leading, 1), jnp.int32) if alone else seen.episode}
+        if inner.step is None:
+            return leading, x, told
+        first = jax.tree.map(lambda s: jnp.broadcast_to(s, (leading[0], *s.shape)), inner.first_state)
+        carry = first if not jax.tree.leaves(seen.state) else jax.tree.map(lambda s: s[:, 0], seen.state)
+        return leading, x, {**told, "carry": carry}
 
     def init(key, observation):
         _, x, told = rows(observation)
+        told.pop("carry", None)
         return inner.init(key, x, **example(x), **told)
+
+    inner_step: Any = inner.step
+
+    def step(params, model_state, observation):
+        leading, x, told = rows(observation)
+        output, state = inner_step(params, model_state, x, **told)
+        return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output), state
 
     def apply(params, model_state, observation, action=None):
         leading, x, told = rows(observation)
@@ -226,7 +277,9 @@ def _over_any_axes(
         _, x, told = rows(observation)
         return inner.gather(params, model_state, x, mask.reshape(-1), **example(x), **told)
 
-    return Model(init, apply, gather)
+    is_recurrent = is_sequence and inner.step is not None
+    first_state = inner.first_state if is_recurrent else ()
+    return Model(init, apply, gather, is_sequence, step if is_recurrent else None, first_state)
 
 
 def _rows(space: gym.Space, x: PyTree) -> tuple[tuple[int, ...], PyTree]:

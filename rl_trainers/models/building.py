@@ -15,6 +15,7 @@ from gymnasium.vector.utils import create_empty_array
 from rl_trainers.models import trax_layers
 from rl_trainers.models.adapters import Model, adapt, made
 from rl_trainers.models.zoo import MLP, AtariCnn, Policy, PolicyAndValue, Value
+from rl_trainers.types import PyTree, Seen
 
 
 def build(
@@ -109,18 +110,42 @@ def build_pair(
         return {**params, **value_params}, {"policy": state, "value": value_state}
 
     def apply(params, model_state, observation, *action):
-        dist_inputs = one.apply(params, model_state["policy"], observation)
+        dist_inputs = one.apply(params, model_state["policy"], _own(observation, "policy"))
         if action_space is not None and not action:
             return dist_inputs, None
-        return dist_inputs, other.apply(params, model_state["value"], observation, *action)
+        return dist_inputs, other.apply(params, model_state["value"], _own(observation, "value"), *action)
 
-    def gather(params, model_state, *arguments):
+    def gather(params, model_state, observation, mask):
         return {
-            name: model.gather(params, model_state[name], *arguments)
+            name: model.gather(params, model_state[name], _own(observation, name), mask)
             for name, model in (("policy", one), ("value", other))
         }
 
-    return Model(init, apply, gather, one.is_sequence or other.is_sequence)
+    def step(params, model_state, seen):
+        pairs: dict = {}
+        for name, model in (("policy", one), ("value", other)):
+            arguments = params, model_state[name], _own(seen, name)
+            pairs[name] = model.step(*arguments) if model.step else (model.apply(*arguments), ())
+        outputs, states = zip(*pairs.values(), strict=True)
+        return outputs, dict(zip(pairs, states, strict=True))
+
+    if one.step is None and other.step is None:
+        return Model(init, apply, gather, one.is_sequence or other.is_sequence)
+    for model in (one, other):
+        if model.is_sequence and model.step is None:
+            raise ValueError(
+                "policy_model, value_model: one is recurrent, the other a sequence network with a window of "
+                "rows; beside a recurrent one use a recurrent one or one of single rows"
+            )
+    first_state = {"policy": one.first_state, "value": other.first_state}
+    return Model(init, apply, gather, True, step, first_state)
+
+
+def _own(observation: PyTree, name: str) -> PyTree:
+    """What one network of a pair sees: of the recurrent state, its own."""
+    if isinstance(observation, Seen) and isinstance(observation.state, dict):
+        return observation._replace(state=observation.state.get(name, ()))
+    return observation
 
 
 def _shared(

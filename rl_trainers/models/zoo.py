@@ -284,6 +284,71 @@ class TransformerDecoder(nn.Module):
         return nn.Embed(self.vocab_size, self.d_model, embedding_init=nn.initializers.normal(1.0))(tokens)
 
 
+class _Recurrent(nn.Module):
+    hidden_size: int = 64
+    body: Callable | None = None
+
+    sequence = True
+
+    def _cell(self):
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(self, x, episode):
+        """Features ``[R, hidden_size]`` of rows in episodes ``episode i32 [N, S]``, ``R = N S``."""
+        if self.body is not None:
+            x = call(self.body, mode="train")(x)
+        x = _concatenate(x).reshape(*episode.shape, -1)
+        cell = self._cell()
+        first = cell.initialize_carry(jax.random.PRNGKey(0), (len(episode), x.shape[-1]))
+        carry = self.variable("carry", "state", lambda: first)
+        begins = jnp.concatenate([jnp.zeros_like(episode[:, :1]), episode[:, 1:] - episode[:, :-1]], 1) != 0
+
+        def row(cell, state, x):
+            x, begins = x
+            state = jax.tree.map(lambda s, f: jnp.where(begins[:, None], f, s), state, first)
+            return cell(state, x)
+
+        over_rows = nn.scan(
+            row, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
+        )
+        state, x = over_rows(cell, carry.value, (x, begins))
+        if self.is_mutable_collection("carry"):
+            carry.value = state
+        return x.reshape(-1, self.hidden_size)
+
+
+@gin.configurable(module="rl_trainers.models")
+class GRU(_Recurrent):
+    """A gated recurrent unit over the rows of an episode, ``[R, ..] -> [R, hidden_size]``.
+
+    Cho et al. 2014, https://arxiv.org/abs/1406.1078. It remembers nothing at the first row of each episode.
+
+    Attributes:
+        hidden_size: units.
+        body: factory of a module under it, which sees single rows; ``None`` for none.
+    """
+
+    def _cell(self):
+        return nn.GRUCell(self.hidden_size, name="cell")
+
+
+@gin.configurable(module="rl_trainers.models")
+class LSTM(_Recurrent):
+    """A long short-term memory over the rows of an episode, ``[R, ..] -> [R, hidden_size]``.
+
+    Hochreiter and Schmidhuber 1997, https://doi.org/10.1162/neco.1997.9.8.1735. It remembers nothing at the
+    first row of each episode.
+
+    Attributes:
+        hidden_size: units.
+        body: factory of a module under it, which sees single rows; ``None`` for none.
+    """
+
+    def _cell(self):
+        return nn.OptimizedLSTMCell(self.hidden_size, name="cell")
+
+
 def _sinusoids(place: jax.Array, width: int) -> jax.Array:
     """Positions as f32 ``[.., width]``, Vaswani et al. 2017, section 3.5."""
     half = (width + 1) // 2
