@@ -91,6 +91,7 @@ class AsyncUnrolls:
     Attributes:
         learn_queue_cap, max_policy_lag: as given, or what stands for it.
         lags: how many of the unrolls that were taken had a policy lag of so many publishes.
+        is_stopped: whether :meth:`stop` was called or a thread has failed.
         n_finished: unrolls that were finished, and thus observed.
         n_dropped: unrolls that were too old when their turn came.
 
@@ -128,7 +129,7 @@ class AsyncUnrolls:
             self.max_policy_lag = 4 * (-(-n // self.learn_queue_cap) + 1)
         self._policy: _Policy | None = None
         self._threads: list[threading.Thread] = []
-        self._is_stopped = self._is_log_closed = False
+        self.is_stopped = self._is_log_closed = False
         self._error: tuple[BaseException, Any] | None = None
         self._was_raised = False
 
@@ -172,7 +173,7 @@ class AsyncUnrolls:
         """
         if self._policy is None:
             raise RuntimeError("publish a policy before start()")
-        if self._threads or self._is_stopped:
+        if self._threads or self.is_stopped:
             raise RuntimeError("start() was called before; make a new object to start anew")
         size = self._batch
         observations = [env.reset(self._seed, i * size) for i, env in enumerate(self._envs)]
@@ -270,13 +271,13 @@ class AsyncUnrolls:
             self._was_raised = True
             error, traceback = self._error
             raise error.with_traceback(traceback)
-        if self._is_stopped:
+        if self.is_stopped:
             raise RuntimeError("the threads are stopped")
 
     def _close(self) -> None:
         """Wakes all threads, whatever they wait for, and the caller."""
         with self._go_on:
-            self._is_stopped = True
+            self.is_stopped = True
             for condition in (self._go_on, self._has_finished):
                 condition.notify_all()
         for waited in (*self._requests, *self._answers):
@@ -327,11 +328,11 @@ class AsyncUnrolls:
 
     def _await_turn(self, i: int) -> None:
         with self._go_on:
-            while not self._is_stopped and (
+            while not self.is_stopped and (
                 self._last_number[i] >= self._admitted or len(self._unobserved) > len(self._envs)
             ):
                 self._go_on.wait()
-        if self._is_stopped:
+        if self.is_stopped:
             raise _Stopped
 
     def _ask(self, i: int, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
@@ -344,7 +345,7 @@ class AsyncUnrolls:
                 self._requests[actor].put(asked)
                 self._asked[actor] = []
         # Asked first and looked up then: whoever stops does it the other way round.
-        answer = None if self._is_stopped else self._answers[i].get()
+        answer = None if self.is_stopped else self._answers[i].get()
         if answer is None:
             raise _Stopped
         policy, (action, dist_inputs, policy_state) = answer

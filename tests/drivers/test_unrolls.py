@@ -283,7 +283,7 @@ def test_error_in_start_is_the_callers():
 
 def test_error_that_nobody_took_is_logged_by_stop(caplog):
     engine = begin([*counting_envs(1, 1, Failing, 100)], caps=(1, 1, 100))
-    wait_until(lambda: engine._is_stopped)
+    wait_until(lambda: engine.is_stopped)
     engine.stop()
 
     assert "a thread failed after the last take()" in caplog.text
