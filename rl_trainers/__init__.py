@@ -28,7 +28,7 @@ def _configure_jax() -> None:
 
 _configure_jax()
 
-from rl_trainers import advantages, losses, models, optimizers  # noqa: E402
+from rl_trainers import advantages, drivers, losses, models, optimizers  # noqa: E402
 from rl_trainers.actor_critic import (  # noqa: E402
     A2C,
     AWR,
@@ -82,6 +82,7 @@ __all__ = [
     "ValueTrainer",
     "advantages",
     "create_distribution",
+    "drivers",
     "losses",
     "models",
     "optimizers",

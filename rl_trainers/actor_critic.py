@@ -153,6 +153,11 @@ class ActorCriticTrainer(PolicyTrainer):
         )
         super().__init__(task, n_replay_epochs=n_replay_epochs, **kwargs)
 
+    @property
+    def bears_lag(self) -> bool:
+        """See :class:`RLTrainer`."""
+        return not self.on_policy or advantages.corrects_lag(self._estimator)
+
     def _build(self, policy_model: Any) -> None:
         pair = models.build_pair(
             policy_model,
@@ -319,6 +324,7 @@ class PPO(ActorCriticTrainer):
     """Proximal policy optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7."""
 
     hyperparameters = ("epsilon", "entropy_coeff")
+    bears_lag = True
 
     def __init__(self, task: RLTask, epsilon: float = 0.2, entropy_coeff: float = 0.01, **kwargs):
         """Configures PPO.

@@ -161,4 +161,10 @@ def vtrace(
         errors = jax.vmap(column, in_axes=1, out_axes=1)(*inputs, lambda_ * continues(steps))
         return values[:-1] + errors
 
+    estimate.corrects_lag = True  # type: ignore[attr-defined]
     return estimate
+
+
+def corrects_lag(estimator: Estimator) -> bool:
+    """Whether advantages are right for data of an older policy than the one that learns."""
+    return getattr(estimator, "corrects_lag", False)

@@ -102,6 +102,11 @@ class ActorCriticJointTrainer(RLTrainer):
         )
         self._start(self._model.init, [self._trainer], self._model)
 
+    @property
+    def bears_lag(self) -> bool:
+        """See :class:`RLTrainer`."""
+        return not self.on_policy or advantages.corrects_lag(self._estimator)
+
     def policy_apply(self, params: PyTree, model_state: PyTree, observation: PyTree) -> jax.Array:
         """``dist_inputs [.., D]`` of the policy for observations ``[.., *obs]``."""
         return self._model.apply(params, model_state, observation)[0]
@@ -171,6 +176,7 @@ class PPOJoint(ActorCriticJointTrainer):
     """Proximal policy optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 9."""
 
     hyperparameters = ("value_loss_coeff", "epsilon", "entropy_coeff")
+    bears_lag = True
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class OffPolicyTrainer(RLTrainer):
     """
 
     on_policy = False
+    bears_lag = True
     _one_device = "trainers that learn while they act have replay and learning on one device"
     _saved_parts = ("train", "task", "loop", "replay")
 
@@ -196,7 +197,7 @@ class OffPolicyTrainer(RLTrainer):
         return self._estimator(data.steps, values, jnp.ones_like(data.steps.mask))[0]
 
     def successors(self, data: Rollout) -> PyTree:
-        """The observations ``[n_step, N, *obs]`` after each row."""
+        """The observations ``[T, B, *obs]`` after each row."""
         return jax.tree.map(lambda x: x[1:], all_observations(data))
 
     # The compiled functions.
@@ -331,6 +332,39 @@ class OffPolicyTrainer(RLTrainer):
 
         return jax.tree.map(select, draws.action, chosen), key
 
+    def explore_alone(
+        self, params: PyTree, model_state: PyTree, observation: PyTree, key: jax.Array, rate: Any
+    ) -> tuple[PyTree, jax.Array]:
+        """:meth:`explore` with draws of its own, at a share ``rate`` f32 ``[]`` of random actions."""
+        draws, key = self.draw(key, rate[None], len(jax.tree.leaves(observation)[0]))
+        state = self.state._replace(params=params, model_state=model_state)
+        return self.explore(state, Event(None, None, observation, key, 0, None), draws)
+
+    def actor(self, temperature: float = 1.0, epsilon: float | None = None) -> rollout.Act:
+        """The present policy as it explores, with parameters of its own; for drivers.
+
+        Args:
+            temperature: that of collecting counts.
+            epsilon: the next epoch's mean share of random actions counts.
+        """
+        params, model_state = jax.tree.map(jnp.copy, (self.state.params, self.state.model_state))
+        rate = jnp.float32(self.exploration_rates().mean())
+
+        def act(observation, policy_state, needs_reset, key):
+            action, key = self._explore_alone(params, model_state, self._see(observation), key, rate)
+            return action, None, policy_state, key
+
+        return act
+
+    def why_not(self, driver: str) -> str:
+        """See :class:`rl_trainers.trainer.RLTrainer`."""
+        if driver == "async" and self._frames.depth > 1:
+            return (
+                f"num_stacked_frames={self._frames.depth}: frames are stored once and stacked again, for "
+                "which rows must follow one another; nearest valid value: 'sync'"
+            )
+        return super().why_not(driver)
+
     def draw_batches(self, key: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
         """Randomness for an epoch's optimizer steps, drawn at once because one at a time costs more.
 
@@ -342,10 +376,12 @@ class OffPolicyTrainer(RLTrainer):
         bits = jax.random.bits(key_bits, (n_steps, self.batch_size), jnp.uint32)
         return {"bits": bits, "keys": jax.random.split(key_steps, n_steps)}, key
 
-    def draw(self, key: jax.Array, rates: jax.Array) -> tuple[Draws, jax.Array]:
+    def draw(
+        self, key: jax.Array, rates: jax.Array, num_envs: int | None = None
+    ) -> tuple[Draws, jax.Array]:
         """Draws actions for vector steps with given shares of random ones, f32 ``[T]``; and a new key."""
         key, key_choice, key_action = jax.random.split(key, 3)
-        shape = len(rates), self.task.env.num_envs
+        shape = len(rates), num_envs or self.task.env.num_envs
         at_random = jax.random.uniform(key_choice, shape) < rates[:, None]
         inputs = jnp.zeros((*shape, self.task.distribution.n_inputs))
         return Draws(at_random, self.task.distribution.sample(inputs, key_action)), key
@@ -426,6 +462,8 @@ class OffPolicyTrainer(RLTrainer):
         self._run_rows = compiled(self.run_rows, donate_argnums=(0, 1))
         self._draw = compiled(self.draw)
         self._draw_batches = compiled(self.draw_batches)
+        self._store_unroll = compiled(self.store_unroll, donate_argnums=0)
+        self._explore_alone = compiled(self.explore_alone)
         super()._start(init, trainers, model)
         counted = bool(self._n_rows) and not (self.offline or self.only_eval)
         self._on_device = counted and self.acting.is_traceable
@@ -453,6 +491,8 @@ class OffPolicyTrainer(RLTrainer):
         if not self._epoch and self.task.replay.size and jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, self._stored()))
         self._take_up()
+        if self._driver is not None:
+            return self._learn_beside(start)
         if self._on_device:
             return self._run_on_device(start)
         learner = _Learner(self)
@@ -472,6 +512,45 @@ class OffPolicyTrainer(RLTrainer):
         seen = None if data is None else self._see_rollout(data)
         record = {"collect_s": learner.env_s, "train_s": seconds - learner.env_s}
         return episodes, seen, {**record, "exploration_rate": float(learner.rates.mean()), **metrics}
+
+    def _learn_beside(self, start: float) -> tuple[rollout.Episodes, Rollout, dict[str, float]]:
+        """What the rest of :meth:`_collect_and_train` does, while a driver steps the environments."""
+        data, episodes = self._drive()
+        collected = time.perf_counter()
+        data = data._replace(steps=data.steps._replace(policy_state=(), dist_inputs=None))
+        seen = self._see_rows(data)
+        self._ring = self._store_unroll(self._ring, seen)
+        rate, learner = float(self.exploration_rates().mean()), _Learner(self)
+        # The epoch's rows have been counted: what is left now decides about the next one.
+        metrics = self.means(np.zeros(len(self._metric_names) + 1))
+        if not self.n_random_left():
+            metrics = learner.finish()
+        now = time.perf_counter()
+        record = {"collect_s": collected - start, "train_s": now - collected, "exploration_rate": rate}
+        return episodes, seen, {**record, **metrics}
+
+    def store_unroll(self, memory: ring.Ring, data: Rollout) -> ring.Ring:
+        """Stores an unroll that may be of other environments than the rows before it; traced.
+
+        A row without a decision comes behind it, which holds the successor of the last one.
+
+        Args:
+            memory: consumed.
+            data: what models see, ``[T, B]``.
+        """
+        steps = data.steps
+        first = jax.tree.map(lambda x: x[0], steps.observation)
+        memory = ring.restart(memory, first, self._frames)
+        following = self.successors(data)
+
+        def row(memory, x):
+            action, facts, following = x
+            return ring.add(memory, action, facts, following, self._frames), None
+
+        memory, _ = jax.lax.scan(row, memory, (steps.action, ring.pack(steps, jnp), following))
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), (steps.action, ring.pack(steps, jnp)))
+        action, facts = nothing
+        return ring.add(memory, action, facts, data.last_observation, self._frames)
 
     def _run_on_device(self, start: float) -> tuple[rollout.Episodes, Rollout | None, dict[str, float]]:
         """What the rest of :meth:`_collect_and_train` does, in one compiled call."""

@@ -364,9 +364,9 @@ class DDPG(QActorCriticTrainer):
     def _targets(self, params):
         return jax.tree.map(jnp.copy, {name: params[name] for name in ("policy", "value")})
 
-    def draw(self, key, rates):
+    def draw(self, key, rates, num_envs=None):
         """As in the base class, but random actions are uniform: the noise to explore by stays near 0."""
-        draws, key = super().draw(key, rates)
+        draws, key = super().draw(key, rates, num_envs)
         key, key_action = jax.random.split(key)
         action = jax.random.uniform(key_action, draws.action.shape, minval=-1.0, maxval=1.0)
         return draws._replace(action=action), key

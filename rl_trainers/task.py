@@ -85,7 +85,7 @@ class RLTask:
         distribution: of the actions.
         actor: :class:`ActorState`, where the environments stand; see :meth:`set_policy_state`.
         replay: :class:`rl_trainers.replay.Replay`, what is stored.
-        gamma, max_steps, time_limit, timestep_to_np: as given.
+        gamma, max_steps, time_limit, timestep_to_np, seed: as given.
         rng: numpy generator that sampling uses.
         n_initial_interactions: decisions in the initial trajectories.
         n_eval_interactions: decisions taken in evaluations.
@@ -122,7 +122,7 @@ class RLTask:
             raise ValueError(f"num_stacked_frames is {num_stacked_frames}; it must be at most 256.")
         _check_at_least(0, seed=seed)
         _check_at_least(num_envs, capacity=capacity)
-        self.gamma, self.max_steps = gamma, max_steps
+        self.gamma, self.max_steps, self.seed = gamma, max_steps, seed
         self.time_limit = max_steps if time_limit is None else time_limit
         self.timestep_to_np, self._n_replay_epochs = timestep_to_np, n_replay_epochs
         make: Callable = _make_envs

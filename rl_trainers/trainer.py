@@ -61,6 +61,9 @@ _ELSEWHERE = {
 
 _ASIDE = 2**30
 
+DRIVERS: dict[str, Callable] = {}
+"""``'make'``: what makes a trainer's driver; :mod:`rl_trainers.drivers` puts it here."""
+
 
 class RLTrainer:
     """Alternates between collecting data with the current policy and training on it. Abstract.
@@ -75,6 +78,9 @@ class RLTrainer:
 
     on_policy = True
     """Whether only the newest epoch's data may be trained on."""
+
+    bears_lag: Any = False
+    """Whether data of a policy some updates old may be learned from."""
 
     collect_temperature = 1.0
     """Temperature at which training data are collected."""
@@ -100,6 +106,7 @@ class RLTrainer:
         offline: bool = False,
         seed: int = 0,
         n_devices: int | None = None,
+        driver: Any = None,
         collect_per_epoch: int | None = None,
         checkpoint_interval_s: float = 30.0,
         on_epoch: Callable[[dict], None] | None = None,
@@ -129,6 +136,11 @@ class RLTrainer:
             seed: of parameters and training. Environments and actions are seeded by the task.
             n_devices: devices that share JAX environments and batches equally, with the result of one;
                 ``None`` for all of the process, but for one where epochs are not compiled as a whole.
+            driver: who steps the environments, see :mod:`rl_trainers.drivers`: ``'on_policy'`` or ``'sync'``,
+                this loop itself; ``'async'``, threads that go on while this process learns; ``'ray'``,
+                processes on one or many machines; or a function that makes a driver, called with
+                ``algorithm``, such as ``functools.partial(AsyncOffPolicyDriver, num_envs=4)``. ``None`` for
+                this loop.
             collect_per_epoch: old name of ``n_trajectories_per_epoch``.
             checkpoint_interval_s: least seconds between two checkpoints; :meth:`run` always ends with one.
             on_epoch: called with the record of each epoch.
@@ -182,7 +194,7 @@ class RLTrainer:
         self.offline = offline
         self.output_dir = output_dir
         self.max_slice_length, self.use_rollout_state = max_slice_length, use_rollout_state
-        self.seed, self.n_devices = seed, n_devices
+        self.seed, self.n_devices, self._driver_name, self._driver = seed, n_devices, driver, None
         self.checkpoint_interval_s = checkpoint_interval_s
         self.on_epoch = on_epoch
         self.on_eval = on_eval
@@ -359,6 +371,8 @@ class RLTrainer:
         self._policy_key = jax.random.fold_in(key_train, _ASIDE)
         if self.output_dir is not None:
             self._resume(self.output_dir)
+        if self._driver_name is not None:
+            self._driver = DRIVERS["make"](self, self._driver_name)
 
     def _targets(self, params: PyTree) -> PyTree:
         """The first ``target_params``, copies of those of ``params`` that lag behind; none here."""
@@ -376,6 +390,28 @@ class RLTrainer:
         for trainer in self._trainers:
             values[trainer.name] = trainer.hparams((self._epoch + after) * trainer.n_steps)
         return values
+
+    def why_not(self, driver: str) -> str:
+        """Why a driver makes no sense for this trainer; empty if it does.
+
+        Args:
+            driver: ``'on_policy'``, ``'sync'`` or ``'async'``, of which ``'ray'`` is one too.
+        """
+        name = type(self).__name__
+        if driver == "on_policy":
+            if not self.on_policy:
+                return f"{name} learns from what older policies did too; nearest valid value: 'sync'"
+            if any(trainer.n_steps > 1 or trainer.batch_size for trainer in self._trainers):
+                return (
+                    "it takes one optimizer step on all rows of each unroll; with batch_size=None and 1 "
+                    f"train step per epoch {name} does so; nearest valid value: 'sync'"
+                )
+        if driver == "async" and not self.bears_lag:
+            return (
+                f"{name} takes all rows for those of the newest policy; with an actor-critic, "
+                "advantage_estimator=advantages.vtrace corrects for older ones; nearest valid value: 'sync'"
+            )
+        return ""
 
     def _iterates(self) -> bool:
         """Whether epochs are compiled as a whole, see :mod:`rl_trainers.iteration`."""
@@ -469,6 +505,9 @@ class RLTrainer:
             "avg_length": _mean(episodes.lengths),
             "n_trajectories": len(episodes.returns),
         }
+        if self._driver is not None:
+            lags = {"policy_lag": _mean(self._driver.lags), "most_policy_lag": max(self._driver.lags)}
+            result = {**result, **lags, "n_dropped": self._driver.n_dropped}
         return self._finish_epoch(start, counts, episodes.returns, result)
 
     def _check_finite(self, is_finite: Any) -> None:
@@ -538,7 +577,11 @@ class RLTrainer:
         if self.acting.has_window:
             window = self.acting.begin(self.task.actor.policy_state)
             self.task.actor = self.task.actor._replace(policy_state=window)
+        if self._driver is not None:
+            return self._store(*self._drive())
         act = self.acting.actor(self.state, self.collect_temperature)
+        if self._driver_name is not None:
+            act = self.acting.snapshot(self.state, self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
             data, episodes = self.task.collect(act, unroll_length=unroll_length)
@@ -546,19 +589,30 @@ class RLTrainer:
             data, episodes = self.task.collect(
                 act, n_trajectories=self.n_trajectories_per_epoch
             )
+        return self._store(data._replace(policy_version=np.asarray(self.state.step)), episodes, window)
+
+    def _drive(self) -> tuple[Rollout, rollout.Episodes]:
+        """An epoch's rows from the driver, and the episodes that ended in them."""
+        driver: Any = self._driver
+        if not driver.is_running:
+            driver.start()
+        data, _ = driver.collect()
+        self.task.count(int(np.count_nonzero(data.steps.mask)), len(driver.episodes.returns))
+        return data, driver.episodes
+
+    def _store(
+        self, data: Rollout, episodes: rollout.Episodes, window: windows.Window | None = None
+    ) -> tuple[Rollout, Rollout | None, rollout.Episodes]:
+        """Stores an epoch's rows; returns what :meth:`_collect` does."""
         seen = self._see_rollout(data, window)
         dist_inputs = data.steps.dist_inputs
         if dist_inputs is None:
             model = self.state.params, self.state.model_state
             dist_inputs = np.asarray(self.acting.dist_inputs(*model, seen.steps.observation))
-        version = np.asarray(self.state.step)
-        seen, data = (
-            x._replace(
-                steps=x.steps._replace(dist_inputs=dist_inputs[-len(x.steps.mask) :]),
-                policy_version=version,
+            seen, data = (
+                x._replace(steps=x.steps._replace(dist_inputs=dist_inputs[-len(x.steps.mask) :]))
+                for x in (seen, data)
             )
-            for x in (seen, data)
-        )
         self.task.add(data, self._epoch + 1)
         if self.on_policy:
             return seen, seen, episodes
@@ -790,7 +844,9 @@ class RLTrainer:
             self._writer.write_text(name, text, self.task.n_interactions())
 
     def close(self) -> None:
-        """Closes the environments and the metrics files."""
+        """Stops the driver, and closes the environments and the metrics files."""
+        if self._driver is not None:
+            self._driver.close()
         self.task.close()
         if self._writer is not None:
             self._writer.close()

@@ -1,6 +1,7 @@
 """Drivers: who steps the environments, who learns, and what stands between; no equations."""
 
 from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.choosing import make
 from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.metrics import (
     AverageEpisodeLength,
@@ -30,6 +31,7 @@ __all__ = [
     "Replayer",
     "StepMetric",
     "UniformReplayer",
+    "make",
     "make_replayer",
     "standard_metrics",
 ]

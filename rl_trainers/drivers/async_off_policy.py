@@ -10,7 +10,7 @@ import gin
 import jax
 import numpy as np
 
-from rl_trainers.drivers.driver import Driver, Observer
+from rl_trainers.drivers.driver import Driver, Observer, joined
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
@@ -131,8 +131,24 @@ class AsyncOffPolicyDriver(Driver):
         except Exception:
             self._close_owned()
             raise
-        self._seed, self._n_starts = seed, 0
+        self._seed, self._n_starts, self._unroll_length = seed, 0, unroll_length
+        self.has_lag = not lock_step
         self._published: int | None = None
+
+    @property
+    def n_dropped(self) -> int:
+        """Unrolls that were too old when their turn came."""
+        return self.unrolls.n_dropped
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the threads run."""
+        return self._n_starts > 0 and not self.unrolls.is_stopped
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(T, Q * B)`` of what :meth:`collect` returns."""
+        return self._unroll_length, self.unrolls.learn_queue_cap * self._envs[0].num_envs
 
     def publish(self) -> None:
         """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
@@ -173,7 +189,10 @@ class AsyncOffPolicyDriver(Driver):
             Exception: what a thread raised, as itself.
         """
         self.publish()
-        rollout, env_id = _side_by_side(self.unrolls.take())
+        unrolls = self.unrolls.take()
+        self.episodes = joined([unroll.episodes for unroll in unrolls])
+        self.lags = [unroll.policy_lag for unroll in unrolls]
+        rollout, env_id = _side_by_side(unrolls)
         if not self.algorithm.use_rollout_state:
             rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
         return rollout, env_id

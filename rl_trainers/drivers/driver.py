@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 
 from rl_trainers.drivers.metrics import StepMetric, standard_metrics
+from rl_trainers.rollout import NO_EPISODES, Episodes
 from rl_trainers.types import Rollout
 
 Observer = Callable[[Rollout, np.ndarray], Any]
 """``(rollout [T, B], env_id i32 [B])``: host arrays, what the environments gave, reset rows with mask 0."""
+
+
+def joined(episodes: Sequence[Episodes]) -> Episodes:
+    """Episodes of several unrolls."""
+    return Episodes(*(np.concatenate(x) for x in zip(*episodes, strict=True)))
 
 
 class Driver:
@@ -27,6 +33,11 @@ class Driver:
         metrics: further ones than the standard ones.
         use_rollout_state: ``None`` or what the algorithm says, which alone decides whether training starts
             from recurrent states that acting has stored.
+
+    Attributes:
+        has_lag: whether rows may be of older policies than the newest.
+        episodes: those that ended in what was collected last.
+        lags: publishes that each unroll of it was old.
 
     Raises:
         ValueError: ``use_rollout_state`` is not that of the algorithm.
@@ -46,6 +57,7 @@ class Driver:
                 "algorithm, which decides; leave it out here"
             )
         self.algorithm, self.total_envs = algorithm, total_envs
+        self.has_lag, self.episodes, self.lags = False, NO_EPISODES, [0]
         self._observers = tuple(observers)
         self._metrics = [*standard_metrics(total_envs), *metrics]
 

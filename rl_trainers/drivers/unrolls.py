@@ -22,7 +22,7 @@ import numpy as np
 
 from rl_trainers.drivers.driver import Observer
 from rl_trainers.envs.host import HostEnv
-from rl_trainers.rollout import Act, initial_actor, unroll_host
+from rl_trainers.rollout import Act, Episodes, initial_actor, unroll_host
 from rl_trainers.types import PyTree, Rollout
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,14 @@ class Unroll(NamedTuple):
         rollout: host arrays ``[T, B]``; ``policy_version`` is that of the first row.
         env_id: i32 ``[B]``, unique over all environments.
         policy_lag: publishes between the first row and :meth:`AsyncUnrolls.take`.
+        episodes: that ended in it.
     """
 
     env_index: int
     rollout: Rollout
     env_id: np.ndarray
     policy_lag: int
+    episodes: Episodes
 
 
 class _Policy(NamedTuple):
@@ -146,7 +148,7 @@ class AsyncUnrolls:
         self._go_on = threading.Condition(lock)
         self._has_finished = threading.Condition(lock)
         self._has_log = threading.Condition(lock)
-        self._finished: collections.deque[tuple[int, Rollout, int]] = collections.deque()
+        self._finished: collections.deque[tuple[int, Rollout, Episodes, int]] = collections.deque()
         self._unobserved: collections.deque[tuple[Rollout, np.ndarray]] = collections.deque()
         self._last_number = [-1] * n
         self._admitted = -self.learn_queue_cap if lock_step else self.learn_queue_cap
@@ -246,13 +248,13 @@ class AsyncUnrolls:
 
     def _next_unroll(self) -> list[Unroll]:
         """The oldest finished one, or none if it is too old."""
-        i, rollout, number = self._finished.popleft()
+        i, rollout, episodes, number = self._finished.popleft()
         assert self._policy is not None and self.max_policy_lag is not None
         if not self._lock_step:
             self._admit(1)
         lag = self._policy.number - number
         if lag <= self.max_policy_lag:
-            return [Unroll(i, rollout, self._env_id(i), lag)]
+            return [Unroll(i, rollout, self._env_id(i), lag, episodes)]
         self.n_dropped += 1
         if self.n_dropped == 1:
             _log.warning(
@@ -314,14 +316,15 @@ class AsyncUnrolls:
         while True:
             self._await_turn(i)
             self._begun_with[i] = None
-            actor, rollout, _ = unroll_host(self._envs[i], act, actor, self._unroll_length, self._to_env)
+            rest = self._unroll_length, self._to_env
+            actor, rollout, episodes = unroll_host(self._envs[i], act, actor, *rest)
             begun = self._begun_with[i]
             assert begun is not None
             rollout = rollout._replace(policy_version=np.int32(begun.version))
             with self._has_finished:
                 self._last_number[i] = self.n_finished
                 self.n_finished += 1
-                self._finished.append((i, rollout, begun.number))
+                self._finished.append((i, rollout, episodes, begun.number))
                 self._unobserved.append((rollout, self._env_id(i)))
                 self._has_finished.notify_all()
                 self._has_log.notify_all()

@@ -1,0 +1,114 @@
+"""The driver of a trainer, by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gin
+
+from rl_trainers import trainer as trainer_lib
+from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.envs.native import DeviceEnv
+from rl_trainers.trainer import RLTrainer
+
+_OWN_LOOP = ("on_policy", "sync")
+_NAMES = (*_OWN_LOOP, "async", "ray")
+
+
+def make(trainer: RLTrainer, driver: Any) -> Any:
+    """Makes the driver of a trainer.
+
+    Args:
+        trainer: what learns.
+        driver: a name or a function, see :class:`rl_trainers.trainer.RLTrainer`.
+
+    Returns:
+        A driver whose ``collect`` gives the rows of an epoch, ``[T, num_envs]``; ``None`` where the trainer's
+        own loop is that driver.
+
+    Raises:
+        ValueError: there is no such driver, it makes no sense for the trainer, or it collects another number
+            of rows than an epoch has.
+    """
+    if not (callable(driver) or driver in _NAMES):
+        near = difflib.get_close_matches(str(driver), _NAMES, 1, 0.0)[0]
+        raise ValueError(f"driver={driver!r} is none of {_NAMES}; nearest valid value: {near!r}")
+    name = driver if driver in _OWN_LOOP else "async"
+    reason = trainer.why_not(name) if name in _OWN_LOOP else _why_no_collector(trainer)
+    if reason:
+        raise ValueError(f"driver={driver!r}: {reason}")
+    if name in _OWN_LOOP:
+        return None
+    made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
+    try:
+        if made.has_lag and trainer.why_not(name):
+            raise ValueError(f"driver={driver!r}: {trainer.why_not(name)}")
+        _check_rows(trainer, made)
+    except ValueError:
+        made.close()
+        raise
+    return made
+
+
+def _why_no_collector(trainer: RLTrainer) -> str:
+    """Why no driver can collect a trainer's epochs beside it; empty if one can."""
+    if isinstance(trainer.task.env, DeviceEnv):
+        return (
+            "the environments are in JAX, and whole epochs are compiled without a driver; nearest valid "
+            "value: None"
+        )
+    if trainer.n_interactions_per_epoch is None:
+        return (
+            "it hands over unrolls of fixed length, and epochs are counted in trajectories: give "
+            "n_interactions_per_epoch; nearest valid value: None"
+        )
+    if trainer.offline or trainer.only_eval:
+        return "offline and only_eval collect nothing to train on; nearest valid value: None"
+    return ""
+
+
+def _by_name(driver: str, trainer: RLTrainer) -> Callable:
+    """A driver with one environment in each batch, whose every learn batch is an epoch."""
+    num_envs = trainer.task.env.num_envs
+    length = (trainer.n_interactions_per_epoch or 0) // num_envs
+    # Another beginning after every restart.
+    seed = (trainer.task.seed, trainer.current_epoch) if trainer.current_epoch else trainer.task.seed
+    return _filled(
+        AsyncOffPolicyDriver,
+        num_envs=num_envs,
+        env_batch_size=1,
+        learn_queue_cap=num_envs,
+        unroll_length=length,
+        seed=seed,
+    )
+
+
+def _filled(cls: Any, **defaults: Any) -> Callable:
+    """``cls`` with ``defaults`` for what no gin file binds."""
+    free = {}
+    for name, value in defaults.items():
+        try:
+            gin.query_parameter(f"{cls.__name__}.{name}")
+        except ValueError:
+            free[name] = value
+    return functools.partial(cls, **free)
+
+
+def _check_rows(trainer: RLTrainer, driver: Any) -> None:
+    (length, columns), num_envs = driver.shape, trainer.task.env.num_envs
+    if columns != num_envs:
+        raise ValueError(
+            f"driver: learn batches have {columns} columns, learn_queue_cap times the environments of a "
+            f"batch, and the task has num_envs={num_envs}; the two must be equal"
+        )
+    if length * columns != trainer.n_interactions_per_epoch:
+        raise ValueError(
+            f"n_interactions_per_epoch={trainer.n_interactions_per_epoch}, but the driver hands over "
+            f"unroll_length={length} times {columns} rows; nearest valid value: {length * columns}"
+        )
+
+
+trainer_lib.DRIVERS["make"] = make
