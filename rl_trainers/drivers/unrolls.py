@@ -149,7 +149,7 @@ class AsyncUnrolls:
         self._finished: collections.deque[tuple[int, Rollout, int]] = collections.deque()
         self._unobserved: collections.deque[tuple[Rollout, np.ndarray]] = collections.deque()
         self._last_number = [-1] * n
-        self._admitted = -self.learn_queue_cap if lock_step else self.learn_queue_cap
+        self._admitted = -1 if lock_step else self.learn_queue_cap
         self.n_finished = self.n_dropped = 0
         self.lags: collections.Counter[int] = collections.Counter()
 
@@ -207,15 +207,16 @@ class AsyncUnrolls:
             raise RuntimeError("call start() before take()")
         unrolls: list[Unroll] = []
         with self._has_finished:
-            if self._lock_step:
-                self._admit(self.learn_queue_cap)
-            while True:
+            self._admit(0 if self._lock_step else self.learn_queue_cap)
+            while (missing := self.learn_queue_cap - len(unrolls)) > 0:
                 self._check_alive()
-                while self._finished and len(unrolls) < self.learn_queue_cap:
+                if len(self._finished) < missing:
+                    self._has_finished.wait()
+                    continue
+                for _ in range(missing):
                     unrolls += self._next_unroll()
-                if len(unrolls) == self.learn_queue_cap:
-                    break
-                self._has_finished.wait()
+                if not self._lock_step:
+                    self._admit(self.learn_queue_cap)
         self.lags.update(unroll.policy_lag for unroll in unrolls)
         return sorted(unrolls, key=operator.attrgetter("env_index")) if self._lock_step else unrolls
 
@@ -248,8 +249,6 @@ class AsyncUnrolls:
         """The oldest finished one, or none if it is too old."""
         i, rollout, number = self._finished.popleft()
         assert self._policy is not None and self.max_policy_lag is not None
-        if not self._lock_step:
-            self._admit(1)
         lag = self._policy.number - number
         if lag <= self.max_policy_lag:
             return [Unroll(i, rollout, self._env_id(i), lag)]
@@ -263,7 +262,8 @@ class AsyncUnrolls:
         return []
 
     def _admit(self, count: int) -> None:
-        self._admitted += count
+        """Lets environments go on whose last unroll is among the next ``count``, or was taken."""
+        self._admitted = self.n_finished - len(self._finished) + count
         self._go_on.notify_all()
 
     def _check_alive(self) -> None:

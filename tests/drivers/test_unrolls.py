@@ -405,6 +405,28 @@ def test_lock_step_makes_the_rows_of_one_large_batch(env):
     assert engine.lags == {0: 12}
 
 
+def test_lock_step_waits_for_a_caller_who_was_interrupted(monkeypatch):
+    engine = begin(counting_envs(2, 1, length=100), unroll_length=3, caps=(None, None, None), lock_step=True)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    for k in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._has_finished, "wait", interrupted)
+            patch.setattr(engine, "_finished", collections.deque())
+            with pytest.raises(KeyboardInterrupt):
+                engine.take()
+            wait_until(lambda k=k: engine.n_finished == 2 * (k + 1))
+            time.sleep(0.05)
+            made = list(engine._finished)
+        engine._finished.extend(made)
+        assert engine.n_finished == 2 * (k + 1)  # each one more, and no more
+        rows = [u.rollout.steps.observation[:, 0, 2].tolist() for u in engine.take()]
+        assert rows == [[3 * k, 3 * k + 1, 3 * k + 2]] * 2
+    engine.stop()
+
+
 def test_lock_step_acts_with_what_was_published_before_take():
     engine = begin(counting_envs(2, 1), caps=(None, None, None), lock_step=True)
     for version in range(1, 5):
