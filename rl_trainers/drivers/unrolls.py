@@ -81,12 +81,14 @@ class AsyncUnrolls:
         key: u32 ``[2]``, what the actors draw from.
         observers: called in this order with every finished unroll, whether or not it is taken.
         lock_step: all environments step together and only within :meth:`take`, so that the rows are those
-            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments. Needs
-            one actor for all of them, and ``learn_queue_cap == N``; both are set.
+            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments, if these
+            are seeded one by one, as with ``backend='sync'``. Needs one actor for all of them, and
+            ``learn_queue_cap == N``; both are set.
         max_policy_lag: an unroll whose first row is older than so many publishes is dropped when its turn
-            comes. By default four times ``ceil(N / Q) + 1``, the largest lag where all environments are
-            equally fast: V-trace bears more than that, and a batch that is four times slower than the others
-            is still learned from.
+            comes. By default four times ``ceil(N / Q) + 1``, which is the largest lag where all environments
+            are equally fast and each batch is followed by one publish. An environment that is ``k`` times
+            slower than the average has about ``k`` times that lag, and what it does should still be learned
+            from; V-trace and clipped ratios bear it.
 
     Attributes:
         learn_queue_cap, max_policy_lag: as given, or what stands for it.

@@ -137,6 +137,22 @@ def test_batches_have_the_unrolls_asked_for_and_answers_reach_who_asked(
         assert single.threads <= {f"rl_trainers env {single.env_id // size}"}
 
 
+def test_each_environment_asks_its_actor():
+    asked = collections.defaultdict(set)
+
+    def act(observation, policy_state, *rest):
+        asked[threading.current_thread().name] |= set(observation[:, 0].astype(int))
+        return echo(observation, policy_state, *rest)
+
+    envs, _ = echo_envs(5, 1)
+    engine = begin(envs, act, np.zeros(1), 3, (2, 2, 5))
+    while len(asked.get("rl_trainers actor 0", ())) < 3:  # two of its three are enough for an unroll
+        engine.take()
+    engine.stop()
+    del asked[threading.current_thread().name]  # that of start(), which compiles
+    assert asked == {"rl_trainers actor 0": {0, 2, 4}, "rl_trainers actor 1": {1, 3}}
+
+
 def test_rows_of_each_environment_are_those_of_a_plain_unroll():
     engine = begin(counting_envs(3, 2), unroll_length=5, caps=(1, 2, 3))
     unrolls = [u for _ in range(4) for u in engine.take()]
