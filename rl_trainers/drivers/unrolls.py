@@ -81,8 +81,8 @@ class AsyncUnrolls:
         key: u32 ``[2]``, what the actors draw from.
         observers: called in this order with every finished unroll, whether or not it is taken.
         lock_step: all environments step together and only within :meth:`take`, so that the rows are those
-            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments, if these
-            are seeded one by one, as with ``backend='sync'``. Needs one actor for all of them, and
+            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments, if
+            these are seeded one by one, as with ``backend='sync'``. Needs one actor for all of them, and
             ``learn_queue_cap == N``; both are set.
         max_policy_lag: an unroll whose first row is older than so many publishes is dropped when its turn
             comes. By default four times ``ceil(N / Q) + 1``, which is the largest lag where all environments
