@@ -83,12 +83,14 @@ class AsyncUnrolls:
         key: u32 ``[2]``, what the actors draw from.
         observers: called in this order with every finished unroll, whether or not it is taken.
         lock_step: all environments step together and only within :meth:`take`, so that the rows are those
-            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments. Needs
-            one actor for all of them, and ``learn_queue_cap == N``; both are set.
+            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments, if
+            these are seeded one by one, as with ``backend='sync'``. Needs one actor for all of them, and
+            ``learn_queue_cap == N``; both are set.
         max_policy_lag: an unroll whose first row is older than so many publishes is dropped when its turn
-            comes. By default four times ``ceil(N / Q) + 1``, the largest lag where all environments are
-            equally fast: V-trace bears more than that, and a batch that is four times slower than the others
-            is still learned from.
+            comes. By default four times ``ceil(N / Q) + 1``, which is the largest lag where all environments
+            are equally fast and each batch is followed by one publish. An environment that is ``k`` times
+            slower than the average has about ``k`` times that lag, and what it does should still be learned
+            from; V-trace and clipped ratios bear it.
 
     Attributes:
         learn_queue_cap, max_policy_lag: as given, or what stands for it.
@@ -151,7 +153,7 @@ class AsyncUnrolls:
         self._finished: collections.deque[tuple[int, Rollout, Episodes, int]] = collections.deque()
         self._unobserved: collections.deque[tuple[Rollout, np.ndarray]] = collections.deque()
         self._last_number = [-1] * n
-        self._admitted = -self.learn_queue_cap if lock_step else self.learn_queue_cap
+        self._admitted = -1 if lock_step else self.learn_queue_cap
         self.n_finished = self.n_dropped = 0
         self.lags: collections.Counter[int] = collections.Counter()
 
@@ -209,15 +211,16 @@ class AsyncUnrolls:
             raise RuntimeError("call start() before take()")
         unrolls: list[Unroll] = []
         with self._has_finished:
-            if self._lock_step:
-                self._admit(self.learn_queue_cap)
-            while True:
+            self._admit(0 if self._lock_step else self.learn_queue_cap)
+            while (missing := self.learn_queue_cap - len(unrolls)) > 0:
                 self._check_alive()
-                while self._finished and len(unrolls) < self.learn_queue_cap:
+                if len(self._finished) < missing:
+                    self._has_finished.wait()
+                    continue
+                for _ in range(missing):
                     unrolls += self._next_unroll()
-                if len(unrolls) == self.learn_queue_cap:
-                    break
-                self._has_finished.wait()
+                if not self._lock_step:
+                    self._admit(self.learn_queue_cap)
         self.lags.update(unroll.policy_lag for unroll in unrolls)
         return sorted(unrolls, key=operator.attrgetter("env_index")) if self._lock_step else unrolls
 
@@ -250,8 +253,6 @@ class AsyncUnrolls:
         """The oldest finished one, or none if it is too old."""
         i, rollout, episodes, number = self._finished.popleft()
         assert self._policy is not None and self.max_policy_lag is not None
-        if not self._lock_step:
-            self._admit(1)
         lag = self._policy.number - number
         if lag <= self.max_policy_lag:
             return [Unroll(i, rollout, self._env_id(i), lag, episodes)]
@@ -265,7 +266,8 @@ class AsyncUnrolls:
         return []
 
     def _admit(self, count: int) -> None:
-        self._admitted += count
+        """Lets environments go on whose last unroll is among the next ``count``, or was taken."""
+        self._admitted = self.n_finished - len(self._finished) + count
         self._go_on.notify_all()
 
     def _check_alive(self) -> None:
