@@ -112,14 +112,14 @@ def test_one_that_is_stopped_stops_all():
 
 def test_an_interrupt_leaves_trainers_where_they_stand(monkeypatch, tmp_path, interrupts):
     together = [make(seed, output_dir=str(tmp_path / str(seed))) for seed in range(2)]
-    take_in = together[0]._take_in
+    take_in = together[0]._iteration.take_in
 
     def interrupted(*arguments):
         if together[0].current_epoch > 2:
             signal.raise_signal(signal.SIGINT)
         return take_in(*arguments)
 
-    monkeypatch.setattr(together[0], "_take_in", interrupted)
+    monkeypatch.setattr(together[0]._iteration, "take_in", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_together(together, 10_000, distinct=together[:1])
     monkeypatch.undo()

@@ -133,7 +133,7 @@ def test_an_unroll_is_stored_with_the_successor_of_its_last_row():
     )
     run(made, 2)
     ring = made._ring
-    t = np.asarray(ring.observation)[:10, :, 0]
+    t = np.asarray(ring.observation)[:10, :, 2]
     mask = np.asarray(ring.facts)[:10, 0, 3]
     # Episodes of 5 decisions; each unroll of 4 rows is followed by one that shows what came after it.
     assert t[:, 0].tolist() == [0, 1, 2, 3, 4, 4, 5, 0, 1, 2]
