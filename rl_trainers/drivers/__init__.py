@@ -1,5 +1,7 @@
 """Drivers: who steps the environments, who learns, and what stands between; no equations."""
 
+from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.metrics import (
     AverageEpisodeLength,
     AverageReturn,
@@ -17,9 +19,11 @@ from rl_trainers.drivers.replayers import (
 )
 
 __all__ = [
+    "AsyncOffPolicyDriver",
     "AverageEpisodeLength",
     "AverageReturn",
     "CycleOneTimeReplayer",
+    "Driver",
     "EnvironmentSteps",
     "NumberOfEpisodes",
     "OneTimeReplayer",

@@ -275,12 +275,14 @@ class HostEnv:
         self._ended: np.ndarray = np.zeros(self.num_envs, np.bool_)  # whose next row is a reset row
         self.restarted = np.zeros(self.num_envs, np.bool_)
 
-    def reset(self, seed: int) -> Any:
+    def reset(self, seed: int, first_env_id: int = 0) -> Any:
         """Starts all environments.
 
         Args:
-            seed: int >= 0. Environment ``i`` gets a seed derived from ``(seed, i)``, the same in every
-                backend; a vector environment not made of single ones gets ``seed``.
+            seed: int >= 0. Environment ``i`` gets a seed derived from ``(seed, first_env_id + i)``, the same
+                in every backend; a vector environment not made of single ones gets ``seed``, or one derived
+                from ``(seed, first_env_id)`` where that is not 0.
+            first_env_id: number of the first environment, where several batches of them share a seed.
 
         Returns:
             Observation ``[B, *obs]``, numpy.
@@ -294,9 +296,11 @@ class HostEnv:
             raise ValueError(f"seed: must be >= 0, got {seed}; the nearest valid value is 0")
         self._check_open()
         self._count_from_zero()
-        seeds = [env_seed(int(seed), i) for i in range(self.num_envs)]
+        seeds: Any = env_seed(int(seed), first_env_id) if first_env_id else int(seed)
+        if self._is_kept:
+            seeds = [env_seed(int(seed), first_env_id + i) for i in range(self.num_envs)]
         try:
-            observation, _ = self._venv.reset(seed=seeds if self._is_kept else int(seed))
+            observation, _ = self._venv.reset(seed=seeds)
         except Exception as error:
             self._close_after(error)
             raise

@@ -1,0 +1,274 @@
+"""The asynchronous driver: threads step environments while the caller learns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+
+from rl_trainers.drivers.driver import Driver, Observer
+from rl_trainers.drivers.metrics import StepMetric
+from rl_trainers.drivers.replayers import make_replayer
+from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
+from rl_trainers.envs.host import HostEnv, make_host_env
+from rl_trainers.types import Rollout
+
+
+@gin.configurable(module="rl_trainers.drivers")
+class AsyncOffPolicyDriver(Driver):
+    """Steps ``N`` batched environments in threads, while the caller trains on what they have done.
+
+    The words are those of ALF (https://github.com/HorizonRobotics/alf). The algorithm must be one that learns
+    from data of policies a few updates old: with V-trace, or with ratios of the stored behaviour policy.
+    Environments run in threads of this process: heavy ones belong into processes of their own
+    (``backend='process'`` of the task or of :func:`rl_trainers.envs.make_host_env`).
+
+    ::
+
+        driver = AsyncOffPolicyDriver(algorithm=trainer, num_envs=8, learn_queue_cap=4)
+        driver.start()
+        try:
+            for _ in range(n_iterations):
+                rollout, env_id = driver.collect()  # [T, Q * B]
+                trainer.train_on(rollout)
+        finally:
+            driver.close()
+
+    Args:
+        envs: ``N`` batched environments, of any kind that :func:`rl_trainers.envs.make_host_env` takes. Those
+            that are :class:`rl_trainers.envs.HostEnv` are closed by who made them. By default ``num_envs``
+            batches like the task's.
+        algorithm: a trainer.
+        num_actor_queues: ``A``, actor threads; batch ``i`` asks actor ``i % A``. 1 by default.
+        unroll_length: ``T``, rows that an environment makes before it hands them over.
+        learn_queue_cap: ``Q``, unrolls that the learner gets at once; an environment that is further ahead
+            waits. 1 by default.
+        actor_queue_cap: batches of environments that an actor decides for at once; with
+            ``num_actor_queues`` at most ``N``, since an actor would wait for ever. 1 by default.
+        observers: called from one thread of their own with every finished unroll, before the metrics.
+        metrics: likewise, after the standard ones.
+        exp_replayer: ``'one_time'``, ``'uniform'`` or ``'cycle_one_time'``.
+        use_rollout_state: see :class:`rl_trainers.drivers.driver.Driver`.
+        env: in place of ``envs``, what :func:`rl_trainers.envs.make_host_env` takes; ``num_envs`` batches of
+            it are made.
+        env_f: in place of ``envs``, a function that makes one batch of environments; called ``num_envs``
+            times.
+        num_envs: ``N``; 1 by default, and the length of ``envs`` where that is given.
+        env_batch_size: ``B``, environments in a batch that ``env`` or the task makes; 1 by default for
+            ``env``, and the task's number for the task.
+        lock_step: act and learn in turns, as a synchronous driver over ``N * B`` environments does, with the
+            same rows.
+        max_policy_lag: publishes that an unroll may be old when its turn comes, see
+            :class:`rl_trainers.drivers.unrolls.AsyncUnrolls`.
+        seed: of environments and actions; they begin as those of a task with this seed and ``N * B``
+            environments.
+
+    Attributes:
+        replayer: holds what was taken, for training.
+        unrolls: :class:`rl_trainers.drivers.unrolls.AsyncUnrolls`, with the counts ``lags``, ``n_dropped``
+            and ``n_finished``.
+
+    Raises:
+        ValueError: arguments do not fit each other, named in the message.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any] | None = None,
+        algorithm: Any = None,
+        num_actor_queues: int | None = None,
+        unroll_length: int = 8,
+        learn_queue_cap: int | None = None,
+        actor_queue_cap: int | None = None,
+        observers: Sequence[Observer] = (),
+        metrics: Sequence[StepMetric] = (),
+        exp_replayer: str = "one_time",
+        use_rollout_state: bool | None = None,
+        *,
+        env: Any = None,
+        env_f: Callable[[], Any] | None = None,
+        num_envs: int | None = None,
+        env_batch_size: int | None = None,
+        lock_step: bool = False,
+        max_policy_lag: int | None = None,
+        seed: int = 0,
+    ):
+        if algorithm is None:
+            raise ValueError("algorithm: is missing; pass a trainer")
+        sources = {"envs": envs, "env": env, "env_f": env_f}
+        self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
+        try:
+            size, n = self._envs[0].num_envs, len(self._envs)
+            _check_like(algorithm.task, self._envs[0])
+            super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
+            # As a task begins.
+            env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
+            self.unrolls = AsyncUnrolls(
+                self._envs,
+                jax.device_get(algorithm.initial_policy_state(size)),
+                algorithm.task.distribution.to_env,
+                unroll_length,
+                num_actor_queues,
+                actor_queue_cap,
+                learn_queue_cap,
+                seed=env_seed,
+                key=np.array(key, np.uint32),
+                observers=[self.observe],
+                lock_step=lock_step,
+                max_policy_lag=max_policy_lag,
+            )
+            learn_cap = self.unrolls.learn_queue_cap
+            self.replayer = make_replayer(exp_replayer, n * size, n, unroll_length, learn_cap, seed)
+        except Exception:
+            self._close_owned()
+            raise
+        self._published: int | None = None
+
+    def publish(self) -> None:
+        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
+        version = int(self.algorithm.state.step)
+        if version != self._published:
+            self.unrolls.publish(self.algorithm.actor(), version)
+            self._published = version
+
+    def start(self) -> None:
+        """Resets the environments, compiles the policy and starts the threads; once.
+
+        Raises:
+            RuntimeError: it was called before.
+        """
+        self.publish()
+        self.unrolls.start()
+
+    def collect(self) -> tuple[Rollout, np.ndarray]:
+        """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
+
+        Returns:
+            ``(rollout [T, Q * B], env_id i32 [Q * B])``, the unrolls side by side in the order in which they
+            were finished; a fast environment may be there more than once. ``policy_version`` is the oldest.
+
+        Raises:
+            RuntimeError: the driver was not started, or is stopped.
+            Exception: what a thread raised, as itself.
+        """
+        self.publish()
+        rollout, env_id = _side_by_side(self.unrolls.take())
+        if not self.algorithm.use_rollout_state:
+            rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
+        return rollout, env_id
+
+    def run_async(self) -> int:
+        """:meth:`collect`, and puts that into the replayer.
+
+        Returns:
+            ``Q * T * B``, rows taken, with reset rows.
+        """
+        rollout, env_id = self.collect()
+        self.replayer.observe(rollout, env_id)
+        return rollout.steps.mask.size
+
+    def run(self, *arguments: Any, **settings: Any) -> Any:
+        """Not for this driver, which steps by itself.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("AsyncOffPolicyDriver steps by itself: call start(), and then run_async()")
+
+    def stop(self) -> None:
+        """Ends the threads, and lets observers and metrics see all that is finished; within 5 s.
+
+        May be called at any time and again; that a thread had failed makes no difference.
+        """
+        self.unrolls.stop()
+
+    def close(self) -> None:
+        """Stops, and closes the environments that the driver has made; again does nothing."""
+        self.stop()
+        self._close_owned()
+
+    def _close_owned(self) -> None:
+        for i, env in enumerate(self._envs):
+            # One that hangs in a step is left alone: closing it meanwhile may crash the process.
+            if id(env) in self._owned and not (hasattr(self, "unrolls") and self.unrolls.is_running(i)):
+                env.close()
+
+
+def _side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
+    """Joins unrolls of batches along ``B``."""
+    rollouts = [unroll.rollout for unroll in unrolls]
+    steps = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *[r.steps for r in rollouts])
+    last = jax.tree.map(lambda *xs: np.concatenate(xs), *[r.last_observation for r in rollouts])
+    version = min(rollout.policy_version for rollout in rollouts)
+    return Rollout(steps, last, version), np.concatenate([unroll.env_id for unroll in unrolls])
+
+
+def _make_envs(
+    sources: dict[str, Any], task: Any, num_envs: int | None, size: int | None
+) -> tuple[list[HostEnv], set[int]]:
+    """The batched environments, and the ids of those that were made here."""
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]}, {given[1]}: give one of {', '.join(sources)}, or none for the task's")
+    for name, value in [("num_envs", num_envs), ("env_batch_size", size)]:
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: must be at least 1, got {value}; the nearest is 1")
+    if size is not None and given and given[0] != "env":
+        raise ValueError(f"env_batch_size: is {size}, but {given[0]} has its own; leave it out")
+    envs, env, env_f = sources.values()
+    makes: list[Callable[[], Any]]
+    if envs is not None:
+        if num_envs not in (None, len(envs)):
+            raise ValueError(f"num_envs: is {num_envs}, but envs has {len(envs)}; leave it out")
+        makes = [functools.partial(_as_host, each) for each in envs]
+    elif env_f is not None:
+        makes = [lambda: _as_host(env_f())]
+    elif env is None:
+        makes = [lambda: task.make_envs(size or task.env.num_envs)]
+    else:
+        is_one = hasattr(env, "step") and not isinstance(env, type)
+        if is_one and num_envs not in (None, 1):
+            raise ValueError(
+                f"env: one object cannot be num_envs={num_envs} batches, each of which is stepped by its own "
+                "thread; pass an id or a factory, or num_envs=1"
+            )
+        makes = [lambda: _as_host(env, size or 1)]
+    foreign = {id(x) for x in (*(envs or ()), env)}
+    made = _all_or_none(makes if envs is not None else makes * (num_envs or 1), foreign)
+    return made, {id(x) for x in made} - foreign
+
+
+def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[HostEnv]:
+    """Makes all, or closes what was made but for what is ``foreign``."""
+    made: list[Any] = []
+    try:
+        for make in makes:
+            made.append(make())
+            if not isinstance(made[-1], HostEnv):
+                raise ValueError(
+                    f"env: {made[-1].name} is in JAX, and its compiled unrolls need no threads; use an "
+                    "on-policy or a synchronous driver, or give env a factory of rl_trainers.envs.GymView"
+                )
+    except Exception:
+        for env in made:
+            if id(env) not in foreign:
+                env.close()
+        raise
+    return made
+
+
+def _as_host(env: Any, size: int = 1) -> HostEnv:
+    return env if isinstance(env, HostEnv) else make_host_env(env, size)
+
+
+def _check_like(task: Any, env: HostEnv) -> None:
+    """Refuses environments that are not what the algorithm's models were made for."""
+    for name in ("observation_space", "action_space"):
+        if getattr(env, name) != getattr(task, name):
+            raise ValueError(
+                f"env: {name} is {getattr(env, name)}, but {getattr(task, name)} in the task of the algorithm"
+            )

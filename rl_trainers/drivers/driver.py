@@ -1,0 +1,74 @@
+"""What all drivers have: environments, an algorithm, observers and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_trainers.drivers.metrics import StepMetric, standard_metrics
+from rl_trainers.types import Rollout
+
+Observer = Callable[[Rollout, np.ndarray], Any]
+"""``(rollout [T, B], env_id i32 [B])``: host arrays, what the environments gave, reset rows with mask 0."""
+
+
+class Driver:
+    """Decides who steps the environments and who learns.
+
+    Observers, and after them metrics, are called once with every unroll, and thus with every row, in time
+    order for each environment.
+
+    Args:
+        algorithm: a trainer, see :class:`rl_trainers.trainer.RLTrainer`.
+        total_envs: single environments, of all batches together.
+        observers: see :data:`Observer`.
+        metrics: further ones than the standard ones.
+        use_rollout_state: ``None`` or what the algorithm says, which alone decides whether training starts
+            from recurrent states that acting has stored.
+
+    Raises:
+        ValueError: ``use_rollout_state`` is not that of the algorithm.
+    """
+
+    def __init__(
+        self,
+        algorithm: Any,
+        total_envs: int,
+        observers: Sequence[Observer] = (),
+        metrics: Sequence[StepMetric] = (),
+        use_rollout_state: bool | None = None,
+    ):
+        if use_rollout_state not in (None, algorithm.use_rollout_state):
+            raise ValueError(
+                f"use_rollout_state: is {use_rollout_state}, but {algorithm.use_rollout_state} in the "
+                "algorithm, which decides; leave it out here"
+            )
+        self.algorithm, self.total_envs = algorithm, total_envs
+        self._observers = tuple(observers)
+        self._metrics = [*standard_metrics(total_envs), *metrics]
+
+    def get_metrics(self) -> list[StepMetric]:
+        """The standard metrics (episodes, steps, average return and length), then those given."""
+        return self._metrics
+
+    def get_step_metrics(self) -> list[StepMetric]:
+        """The first two: number of episodes and environment steps."""
+        return self._metrics[:2]
+
+    def start(self) -> None:
+        """Begins to step the environments, where a driver does so by itself."""
+
+    def stop(self) -> None:
+        """Ends what :meth:`start` began."""
+
+    def close(self) -> None:
+        """Stops, and closes the environments that the driver has made."""
+        self.stop()
+
+    def observe(self, rollout: Rollout, env_id: np.ndarray) -> None:
+        """Calls observers and metrics with an unroll."""
+        observers: list[Observer] = [*self._observers, *self._metrics]
+        for observer in observers:
+            observer(rollout, env_id)
