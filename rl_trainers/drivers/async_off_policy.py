@@ -16,6 +16,7 @@ from rl_trainers.drivers.replayers import make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.types import Rollout
+from rl_trainers.windows import Window
 
 
 @gin.configurable(module="rl_trainers.drivers")
@@ -104,12 +105,18 @@ class AsyncOffPolicyDriver(Driver):
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
             _check_like(algorithm.task, self._envs[0])
+            policy_state = jax.device_get(algorithm.initial_policy_state(size))
+            if isinstance(policy_state, Window):
+                raise ValueError(
+                    "algorithm: its model sees a window of the last rows, which unrolls of a driver do not "
+                    "carry; use a recurrent model, such as models.GRU"
+                )
             super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
             # As a task begins.
             env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
             self.unrolls = AsyncUnrolls(
                 self._envs,
-                jax.device_get(algorithm.initial_policy_state(size)),
+                policy_state,
                 algorithm.task.distribution.to_env,
                 unroll_length,
                 num_actor_queues,
