@@ -10,6 +10,8 @@ from rl_trainers.drivers.metrics import (
     StepMetric,
     standard_metrics,
 )
+from rl_trainers.drivers.off_policy import OffPolicyDriver, SyncOffPolicyDriver
+from rl_trainers.drivers.on_policy import OnPolicyDriver
 from rl_trainers.drivers.replayers import (
     CycleOneTimeReplayer,
     OneTimeReplayer,
@@ -26,9 +28,12 @@ __all__ = [
     "Driver",
     "EnvironmentSteps",
     "NumberOfEpisodes",
+    "OffPolicyDriver",
+    "OnPolicyDriver",
     "OneTimeReplayer",
     "Replayer",
     "StepMetric",
+    "SyncOffPolicyDriver",
     "UniformReplayer",
     "make_replayer",
     "standard_metrics",
