@@ -7,7 +7,6 @@ weigh the value loss with 1. ALF counts an episode's length in observations.
 
 import functools
 
-import jax
 import numpy as np
 import optax
 import pytest
