@@ -177,13 +177,11 @@ def test_recurrent_policies_are_trained_from_the_states_they_had():
     assert driver.train_metrics["grad_norm"] > 0
 
 
-CONSTANT = probe_jax.constant_reward()
-
-
 @functools.lru_cache
-def biased(env, num_envs):
+def biased(env):
     """Takes action 1 with probability 0.6, whatever it sees."""
-    trainer = made(env, num_envs)
+    source, num_envs = {"host": (ConstantReward, 200), "jax": (probe_jax.constant_reward(), 2000)}[env]
+    trainer = made(source, num_envs)
     params = jax.tree.map(jnp.zeros_like, trainer.state.params)
     params["policy"]["head"]["bias"] = jnp.log(jnp.array([0.4, 0.6]))
     trainer.state = trainer.state._replace(params=params)
@@ -202,10 +200,10 @@ def biased(env, num_envs):
     ],
 )
 def test_the_coin_is_tossed_for_each_row(env, settings, rate):
-    source, num_envs = {"host": (ConstantReward, 200), "jax": (CONSTANT, 2000)}[env]
-    actions = []
+    trainer, actions = biased(env), []
+    num_envs = trainer.task.env.num_envs
     observer = lambda rollout, _: actions.append(rollout.steps.action == 0)  # noqa: E731
-    driver = OnPolicyDriver(None, biased(source, num_envs), [observer], training=False, **settings)
+    driver = OnPolicyDriver(None, trainer, [observer], training=False, **settings)
     driver.run(40 * num_envs)
     zeros = np.concatenate(actions)
     assert zeros.shape == (40, num_envs)
