@@ -47,11 +47,13 @@ class Sleeping(gymnasium.Env):
         self._range, self._t = (shortest * 1e-3, longest * 1e-3), 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        """Starts an episode."""
         super().reset(seed=seed)
         self._t = 0
         return self._look(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        """One step, after a while."""
         time.sleep(self.np_random.uniform(*self._range))
         self._t += 1
         return self._look(), float(action == 1), self._t == LENGTH, False, {}

@@ -107,9 +107,8 @@ class AsyncOffPolicyDriver(OffPolicyDriver):
             check_fits(algorithm, self._envs[0])
             policy_state = jax.device_get(algorithm.initial_policy_state(size))
             super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
-            # As a task begins.
-            env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
-            self.unrolls = AsyncUnrolls(
+            self._new_unrolls = functools.partial(
+                AsyncUnrolls,
                 self._envs,
                 policy_state,
                 algorithm.task.distribution.to_env,
@@ -117,17 +116,17 @@ class AsyncOffPolicyDriver(OffPolicyDriver):
                 num_actor_queues,
                 actor_queue_cap,
                 learn_queue_cap,
-                seed=env_seed,
-                key=np.array(key, np.uint32),
                 observers=[self.observe],
                 lock_step=lock_step,
                 max_policy_lag=max_policy_lag,
             )
+            self.unrolls = self._new_unrolls(**_randomness(seed))
             learn_cap = self.unrolls.learn_queue_cap
             self.replayer = make_replayer(exp_replayer, n * size, n, unroll_length, learn_cap, seed)
         except Exception:
             self._close_owned()
             raise
+        self._seed, self._n_starts = seed, 0
         self._published: int | None = None
 
     def publish(self) -> None:
@@ -138,13 +137,24 @@ class AsyncOffPolicyDriver(OffPolicyDriver):
             self._published = version
 
     def start(self) -> None:
-        """Resets the environments, compiles the policy and starts the threads; once.
+        """Resets the environments, compiles the policy and starts the threads.
+
+        After :meth:`stop` it starts anew: episodes that were running are forgotten, replay and metrics go on,
+        and :attr:`unrolls` is another one, which counts from 0.
 
         Raises:
-            RuntimeError: it was called before.
+            RuntimeError: the threads run, or the environments are closed.
         """
+        if self.unrolls.is_stopped:
+            self.unrolls = self._new_unrolls(**_randomness([self._seed, self._n_starts]))
+            self._published = None
+            env_id = np.arange(self.total_envs)
+            self.replayer.restart(env_id)
+            for metric in self.get_metrics():
+                metric.restart(env_id)
         self.publish()
         self.unrolls.start()
+        self._n_starts += 1
 
     def collect(self) -> tuple[Rollout, np.ndarray]:
         """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
@@ -205,6 +215,12 @@ class AsyncOffPolicyDriver(OffPolicyDriver):
             # One that hangs in a step is left alone: closing it meanwhile may crash the process.
             if id(env) in self._owned and not (hasattr(self, "unrolls") and self.unrolls.is_running(i)):
                 env.close()
+
+
+def _randomness(seed: Any) -> dict[str, Any]:
+    """What environments and actions begin with, as a task does."""
+    env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
+    return {"seed": env_seed, "key": np.array(key, np.uint32)}
 
 
 def _side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
