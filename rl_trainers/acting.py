@@ -101,13 +101,16 @@ class Acting:
         output, state = self._model_step(params, model_state, seen)
         return output[0] if isinstance(output, tuple) else output, state
 
-    def acting(self, params: PyTree, model_state: PyTree, temperature: Any) -> rollout.Act:
-        """The policy for the unrolls of JAX environments."""
+    def acting(
+        self, params: PyTree, model_state: PyTree, temperature: Any, epsilon: float | None = None
+    ) -> rollout.Act:
+        """The policy for the unrolls of JAX environments; ``epsilon`` as in :meth:`snapshot`."""
         temperature = jnp.float32(temperature)
+        share = () if epsilon is None else (jnp.float32(epsilon),)
 
         def act(observation, policy_state, needs_reset, key):
             seen = self._trainer._see(observation)
-            rest = policy_state, needs_reset, key, temperature
+            rest = policy_state, needs_reset, key, temperature, *share
             return self._decide_fully(params, model_state, seen, *rest)
 
         return act

@@ -103,16 +103,21 @@ class Trainer:
         self.n_steps = n_steps
         self.inputs = inputs
         self._loss_fn = loss_fn
+        self._per_pass: int | None = None
         self.spread: Callable[[Any], Any] = lambda batch: batch  # where the rows of a batch lie
         self._trains = trains
         self._optimizer, self._schedule = optimizers.resolve(optimizer, lr_schedule)
         self.eval_weights = eval_weights(n_steps, n_evals, n_eval_steps)
         self.clip_grad_norm = self._optimizer.clip_grad_norm
 
-    def sized(self, batch_size: int, n_steps: int) -> Trainer:
-        """The same trainer with other counts, whose metrics are means over all steps."""
+    def sized(self, batch_size: int, n_steps: int, n_passes: int) -> Trainer:
+        """The same trainer with other counts, whose metrics are means over all steps.
+
+        Its ``n_steps`` are ``n_passes`` over the valid rows, however few of the rows these are.
+        """
         other = copy.copy(self)
         other.batch_size, other.n_steps = batch_size, n_steps
+        other._per_pass = n_steps // n_passes
         other.eval_weights = eval_weights(n_steps, 1, None)
         return other
 
@@ -246,7 +251,7 @@ class Trainer:
         batch_size = min(self.batch_size or n_rows, n_rows)
         block = block_size(n_rows, batch_size, num_envs)
         visited = jnp.any(valid.reshape(-1, block), axis=1)
-        index, keep = shuffled(key_shuffle, visited, batch_size // block, self.n_steps)
+        index, keep = shuffled(key_shuffle, visited, batch_size // block, self.n_steps, self._per_pass)
         return state._replace(key=key), (index, keep[..., None] * valid.reshape(-1, block)[index])
 
     def _steps(self, batches: Any, hparams: dict) -> tuple:
@@ -319,7 +324,7 @@ def block_size(n_rows: int, batch_size: int, num_envs: int) -> int:
 
 
 def shuffled(
-    key: jax.Array, valid: jax.Array, batch_size: int, n_steps: int
+    key: jax.Array, valid: jax.Array, batch_size: int, n_steps: int, per_pass: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """Row numbers of ``n_steps`` batches: permutations of the valid rows, cut into equal batches.
 
@@ -328,16 +333,18 @@ def shuffled(
         valid: bool ``[R]``.
         batch_size: rows of a batch.
         n_steps: batches.
+        per_pass: batches of a pass, enough for all rows, or one for each valid row if there are fewer;
+            ``None`` for ``ceil(valid rows / batch_size)``.
 
     Returns:
         ``(index i32 [n_steps, batch_size], keep f32 [n_steps, batch_size])``; entries with ``keep`` 0 fill
-        up. Every valid row comes exactly once in each pass of ``ceil(valid rows / batch_size)`` batches.
+        up. Every valid row comes exactly once in each pass.
     """
     n_rows = valid.shape[0]
     count = jnp.maximum(jnp.sum(valid), 1)
     order = permutations(key, valid, -(-n_steps // -(-n_rows // batch_size)))
     n_passes = order.shape[0]
-    per_pass = -(-count // batch_size)
+    per_pass = -(-count // batch_size) if per_pass is None else jnp.minimum(per_pass, count)
     step = jnp.arange(n_steps)
     part = step % per_pass
     small, larger = count // per_pass, count % per_pass

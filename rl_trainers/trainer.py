@@ -680,7 +680,7 @@ class RLTrainer:
         length = slice_length or self.max_slice_length
         n_slices = -(-data.steps.mask.shape[0] // length) * data.steps.mask.shape[1]
         size = min(batch_size or n_slices, n_slices)
-        learner, learn = self._learner(length, size, n_passes * -(-n_slices // size))
+        learner, learn = self._learner(length, size, n_passes * -(-n_slices // size), n_passes)
         learner._epoch = self._epoch
         seen = self._see_rollout(data)
         self.state, metrics = learn(self.state, seen, learner.hparams())
@@ -688,13 +688,15 @@ class RLTrainer:
             self.state = self.state._replace(model_state=self._gather(self.state, seen))
         return {name: float(value) for name, value in metrics.items()}
 
-    def _learner(self, length: int, batch_size: int, n_steps: int) -> tuple[RLTrainer, Callable]:
+    def _learner(
+        self, length: int, batch_size: int, n_steps: int, n_passes: int
+    ) -> tuple[RLTrainer, Callable]:
         """A copy of the trainer with other counts, and its compiled :meth:`learn`."""
-        counts = length, batch_size, n_steps
+        counts = length, batch_size, n_steps, n_passes
         if counts not in self._learners:
             other = copy.copy(self)
             other.max_slice_length = length
-            other._trainers = [trainer.sized(batch_size, n_steps) for trainer in self._trainers]
+            other._trainers = [trainer.sized(*counts[1:]) for trainer in self._trainers]
             self._learners[counts] = other, compiled(other.learn, donate_argnums=0)
         return self._learners[counts]
 

@@ -11,6 +11,8 @@ from rl_trainers.drivers.metrics import (
     StepMetric,
     standard_metrics,
 )
+from rl_trainers.drivers.off_policy import OffPolicyDriver, SyncOffPolicyDriver
+from rl_trainers.drivers.on_policy import OnPolicyDriver
 from rl_trainers.drivers.replayers import (
     CycleOneTimeReplayer,
     OneTimeReplayer,
@@ -27,9 +29,12 @@ __all__ = [
     "Driver",
     "EnvironmentSteps",
     "NumberOfEpisodes",
+    "OffPolicyDriver",
+    "OnPolicyDriver",
     "OneTimeReplayer",
     "Replayer",
     "StepMetric",
+    "SyncOffPolicyDriver",
     "UniformReplayer",
     "make",
     "make_replayer",

@@ -10,17 +10,17 @@ import gin
 import jax
 import numpy as np
 
-from rl_trainers.drivers.driver import Driver, Observer, joined
+from rl_trainers.drivers.driver import Observer, check_fits, joined
 from rl_trainers.drivers.metrics import StepMetric
+from rl_trainers.drivers.off_policy import OffPolicyDriver
 from rl_trainers.drivers.replayers import make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.types import Rollout
-from rl_trainers.windows import Window
 
 
 @gin.configurable(module="rl_trainers.drivers")
-class AsyncOffPolicyDriver(Driver):
+class AsyncOffPolicyDriver(OffPolicyDriver):
     """Steps ``N`` batched environments in threads, while the caller trains on what they have done.
 
     The words are those of ALF (https://github.com/HorizonRobotics/alf). The algorithm must be one that learns
@@ -104,13 +104,8 @@ class AsyncOffPolicyDriver(Driver):
         self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
-            _check_like(algorithm.task, self._envs[0])
+            check_fits(algorithm, self._envs[0])
             policy_state = jax.device_get(algorithm.initial_policy_state(size))
-            if isinstance(policy_state, Window):
-                raise ValueError(
-                    "algorithm: its model sees a window of the last rows, which unrolls of a driver do not "
-                    "carry; use a recurrent model, such as models.GRU"
-                )
             super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
             self._new_unrolls = functools.partial(
                 AsyncUnrolls,
@@ -206,6 +201,13 @@ class AsyncOffPolicyDriver(Driver):
         rollout, env_id = self.collect()
         self.replayer.observe(rollout, env_id)
         return rollout.steps.mask.size
+
+    def collect_initially(self, initial_collect_steps: int) -> int:
+        """See :meth:`OffPolicyDriver.collect_initially`; calls :meth:`run_async` as often as it takes."""
+        n_steps = 0
+        while n_steps < initial_collect_steps:
+            n_steps += self.run_async()
+        return n_steps
 
     def run(self, *arguments: Any, **settings: Any) -> Any:
         """Not for this driver, which steps by itself.
@@ -305,12 +307,3 @@ def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[Host
 
 def _as_host(env: Any, size: int = 1) -> HostEnv:
     return env if isinstance(env, HostEnv) else make_host_env(env, size)
-
-
-def _check_like(task: Any, env: HostEnv) -> None:
-    """Refuses environments that are not what the algorithm's models were made for."""
-    for name in ("observation_space", "action_space"):
-        if getattr(env, name) != getattr(task, name):
-            raise ValueError(
-                f"env: {name} is {getattr(env, name)}, but {getattr(task, name)} in the task of the algorithm"
-            )

@@ -10,6 +10,7 @@ import numpy as np
 from rl_trainers.drivers.metrics import StepMetric, standard_metrics
 from rl_trainers.rollout import NO_EPISODES, Episodes
 from rl_trainers.types import Rollout
+from rl_trainers.windows import Window
 
 Observer = Callable[[Rollout, np.ndarray], Any]
 """``(rollout [T, B], env_id i32 [B])``: host arrays, what the environments gave, reset rows with mask 0."""
@@ -38,6 +39,8 @@ class Driver:
         has_lag: whether rows may be of older policies than the newest.
         episodes: those that ended in what was collected last.
         lags: publishes that each unroll of it was old.
+        counter: trainings so far, as ALF counts them.
+        train_metrics: what the last training said, by name.
 
     Raises:
         ValueError: ``use_rollout_state`` is not that of the algorithm.
@@ -60,6 +63,8 @@ class Driver:
         self.has_lag, self.episodes, self.lags = False, NO_EPISODES, [0]
         self._observers = tuple(observers)
         self._metrics = [*standard_metrics(total_envs), *metrics]
+        self.counter = 0
+        self.train_metrics: dict[str, float] = {}
 
     def get_metrics(self) -> list[StepMetric]:
         """The standard metrics (episodes, steps, average return and length), then those given."""
@@ -84,3 +89,22 @@ class Driver:
         observers: list[Observer] = [*self._observers, *self._metrics]
         for observer in observers:
             observer(rollout, env_id)
+
+
+def check_fits(algorithm: Any, env: Any) -> None:
+    """Refuses environments that the algorithm's models were not made for, and models that drivers cannot run.
+
+    Raises:
+        ValueError: says what does not fit.
+    """
+    task = algorithm.task
+    for name in ("observation_space", "action_space"):
+        if getattr(env, name) != getattr(task, name):
+            raise ValueError(
+                f"env: {name} is {getattr(env, name)}, but {getattr(task, name)} in the task of the algorithm"
+            )
+    if isinstance(algorithm.initial_policy_state(1), Window):
+        raise ValueError(
+            "algorithm: its model sees a window of the last rows, which unrolls of a driver do not "
+            "carry; use a recurrent model, such as models.GRU"
+        )
