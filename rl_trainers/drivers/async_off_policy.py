@@ -12,14 +12,90 @@ import numpy as np
 
 from rl_trainers.drivers.driver import Driver, Observer
 from rl_trainers.drivers.metrics import StepMetric
-from rl_trainers.drivers.replayers import make_replayer
+from rl_trainers.drivers.replayers import Replayer, make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.types import Rollout
 
 
+class AsyncDriver(Driver):
+    """What drivers share whose environments are stepped while the caller learns.
+
+    Attributes:
+        unrolls: makes them; has ``publish``, ``start``, ``take`` and ``stop`` as
+            :class:`rl_trainers.drivers.unrolls.AsyncUnrolls` has.
+        replayer: holds what was taken, for training.
+    """
+
+    unrolls: Any
+    replayer: Replayer
+    _published: int | None = None
+
+    def publish(self) -> None:
+        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
+        version = int(self.algorithm.state.step)
+        if version != self._published:
+            self.unrolls.publish(self._policy(), version)
+            self._published = version
+
+    def start(self) -> None:
+        """Resets the environments, compiles the policy and starts the threads; once.
+
+        Raises:
+            RuntimeError: it was called before.
+        """
+        self.publish()
+        self.unrolls.start()
+
+    def collect(self) -> tuple[Rollout, np.ndarray]:
+        """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
+
+        Returns:
+            ``(rollout [T, Q * B], env_id i32 [Q * B])``, the unrolls side by side in the order in which they
+            were finished; a fast environment may be there more than once. ``policy_version`` is the oldest.
+
+        Raises:
+            RuntimeError: the driver was not started, or is stopped.
+            Exception: what a thread raised, as itself.
+        """
+        self.publish()
+        rollout, env_id = side_by_side(self.unrolls.take())
+        if not self.algorithm.use_rollout_state:
+            rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
+        return rollout, env_id
+
+    def run_async(self) -> int:
+        """:meth:`collect`, and puts that into the replayer.
+
+        Returns:
+            ``Q * T * B``, rows taken, with reset rows.
+        """
+        rollout, env_id = self.collect()
+        self.replayer.observe(rollout, env_id)
+        return rollout.steps.mask.size
+
+    def run(self, *arguments: Any, **settings: Any) -> Any:
+        """Not for this driver, which steps by itself.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{type(self).__name__} steps by itself: call start(), and then run_async()")
+
+    def stop(self) -> None:
+        """Ends the threads, and lets observers and metrics see all that is finished; within 5 s.
+
+        May be called at any time and again; that a thread had failed makes no difference.
+        """
+        self.unrolls.stop()
+
+    def _policy(self) -> Any:
+        """The present policy, as :attr:`unrolls` takes it."""
+        raise NotImplementedError
+
+
 @gin.configurable(module="rl_trainers.drivers")
-class AsyncOffPolicyDriver(Driver):
+class AsyncOffPolicyDriver(AsyncDriver):
     """Steps ``N`` batched environments in threads, while the caller trains on what they have done.
 
     The words are those of ALF (https://github.com/HorizonRobotics/alf). The algorithm must be one that learns
@@ -103,7 +179,7 @@ class AsyncOffPolicyDriver(Driver):
         self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
-            _check_like(algorithm.task, self._envs[0])
+            check_like(algorithm.task, self._envs[0])
             super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
             # As a task begins.
             env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
@@ -126,65 +202,9 @@ class AsyncOffPolicyDriver(Driver):
         except Exception:
             self._close_owned()
             raise
-        self._published: int | None = None
 
-    def publish(self) -> None:
-        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
-        version = int(self.algorithm.state.step)
-        if version != self._published:
-            self.unrolls.publish(self.algorithm.actor(), version)
-            self._published = version
-
-    def start(self) -> None:
-        """Resets the environments, compiles the policy and starts the threads; once.
-
-        Raises:
-            RuntimeError: it was called before.
-        """
-        self.publish()
-        self.unrolls.start()
-
-    def collect(self) -> tuple[Rollout, np.ndarray]:
-        """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
-
-        Returns:
-            ``(rollout [T, Q * B], env_id i32 [Q * B])``, the unrolls side by side in the order in which they
-            were finished; a fast environment may be there more than once. ``policy_version`` is the oldest.
-
-        Raises:
-            RuntimeError: the driver was not started, or is stopped.
-            Exception: what a thread raised, as itself.
-        """
-        self.publish()
-        rollout, env_id = _side_by_side(self.unrolls.take())
-        if not self.algorithm.use_rollout_state:
-            rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
-        return rollout, env_id
-
-    def run_async(self) -> int:
-        """:meth:`collect`, and puts that into the replayer.
-
-        Returns:
-            ``Q * T * B``, rows taken, with reset rows.
-        """
-        rollout, env_id = self.collect()
-        self.replayer.observe(rollout, env_id)
-        return rollout.steps.mask.size
-
-    def run(self, *arguments: Any, **settings: Any) -> Any:
-        """Not for this driver, which steps by itself.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("AsyncOffPolicyDriver steps by itself: call start(), and then run_async()")
-
-    def stop(self) -> None:
-        """Ends the threads, and lets observers and metrics see all that is finished; within 5 s.
-
-        May be called at any time and again; that a thread had failed makes no difference.
-        """
-        self.unrolls.stop()
+    def _policy(self) -> Any:
+        return self.algorithm.actor()
 
     def close(self) -> None:
         """Stops, and closes the environments that the driver has made; again does nothing."""
@@ -198,7 +218,7 @@ class AsyncOffPolicyDriver(Driver):
                 env.close()
 
 
-def _side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
+def side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
     """Joins unrolls of batches along ``B``."""
     rollouts = [unroll.rollout for unroll in unrolls]
     steps = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *[r.steps for r in rollouts])
@@ -224,9 +244,9 @@ def _make_envs(
     if envs is not None:
         if num_envs not in (None, len(envs)):
             raise ValueError(f"num_envs: is {num_envs}, but envs has {len(envs)}; leave it out")
-        makes = [functools.partial(_as_host, each) for each in envs]
+        makes = [functools.partial(as_host, each) for each in envs]
     elif env_f is not None:
-        makes = [lambda: _as_host(env_f())]
+        makes = [lambda: as_host(env_f())]
     elif env is None:
         makes = [lambda: task.make_envs(size or task.env.num_envs)]
     else:
@@ -236,7 +256,7 @@ def _make_envs(
                 f"env: one object cannot be num_envs={num_envs} batches, each of which is stepped by its own "
                 "thread; pass an id or a factory, or num_envs=1"
             )
-        makes = [lambda: _as_host(env, size or 1)]
+        makes = [lambda: as_host(env, size or 1)]
     foreign = {id(x) for x in (*(envs or ()), env)}
     made = _all_or_none(makes if envs is not None else makes * (num_envs or 1), foreign)
     return made, {id(x) for x in made} - foreign
@@ -248,11 +268,7 @@ def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[Host
     try:
         for make in makes:
             made.append(make())
-            if not isinstance(made[-1], HostEnv):
-                raise ValueError(
-                    f"env: {made[-1].name} is in JAX, and its compiled unrolls need no threads; use an "
-                    "on-policy or a synchronous driver, or give env a factory of rl_trainers.envs.GymView"
-                )
+            check_host(made[-1])
     except Exception:
         for env in made:
             if id(env) not in foreign:
@@ -261,11 +277,21 @@ def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[Host
     return made
 
 
-def _as_host(env: Any, size: int = 1) -> HostEnv:
+def check_host(env: Any) -> None:
+    """Refuses environments in JAX."""
+    if not isinstance(env, HostEnv):
+        raise ValueError(
+            f"env: {env.name} is in JAX, and its compiled unrolls need no threads; use an on-policy or a "
+            "synchronous driver, or give env a factory of rl_trainers.envs.GymView"
+        )
+
+
+def as_host(env: Any, size: int = 1) -> HostEnv:
+    """``size`` environments, unless ``env`` is a batch of them already."""
     return env if isinstance(env, HostEnv) else make_host_env(env, size)
 
 
-def _check_like(task: Any, env: HostEnv) -> None:
+def check_like(task: Any, env: HostEnv) -> None:
     """Refuses environments that are not what the algorithm's models were made for."""
     for name in ("observation_space", "action_space"):
         if getattr(env, name) != getattr(task, name):
