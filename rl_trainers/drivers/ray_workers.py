@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -213,8 +214,9 @@ class RayUnrolls:
         self._connected = _connect(self._ray, address)
         # Workers hardly wait for one another's CPUs on a machine that is all their own.
         options = {"num_cpus": 0 if self._connected == "local" else 1, "scheduling_strategy": "SPREAD"}
+        self._options = options | dict(worker_options or {})
         try:
-            self._make = self._ray.remote(Worker).options(**options, **(worker_options or {})).remote
+            self._make = self._ray.remote(Worker).options(**self._options).remote
             self._recipe = self._ray.put(recipe)
         except Exception:
             self.disconnect()
@@ -359,8 +361,9 @@ class RayUnrolls:
             if finished:
                 return workers[finished[0]]
             _log.warning(
-                "no unroll was finished for %g s by %d workers; free in the cluster are %s",
-                *(_SAY_SECONDS, len(workers), self._ray.available_resources()),
+                "no unroll was finished for %g s by %d workers; each was started with %s, and free in the "
+                "cluster are %s",
+                *(_SAY_SECONDS, len(workers), self._options, self._ray.available_resources()),
             )
 
     def _fetch(self, worker: _Handle) -> Rollout:
@@ -369,7 +372,8 @@ class RayUnrolls:
             rollout = self._ray.get(worker.rollout)
         except self._ray.exceptions.RayTaskError as error:
             self._error = error.cause if isinstance(error.cause, Exception) else error
-            self._error.add_note(f"raised in the worker {worker.number}\n{error.traceback_str}")
+            traceback = re.sub(r"\x1b\[\d*m", "", str(error))  # of the worker, without colours
+            self._error.add_note(f"raised in the worker {worker.number}\n{traceback}")
             raise self._error from None
         worker.n_deaths = 0
         rollout = rollout._replace(policy_version=np.int32(worker.policy.version))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import gymnasium
 import jax
@@ -109,7 +110,9 @@ def local_ray():
 @pytest.fixture
 def closing(local_ray):
     if not ray.is_initialized():
-        ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     drivers = []
     yield lambda *args, **kwargs: drivers.append(RayDriver(*args, **kwargs)) or drivers[-1]
     for driver in drivers:
@@ -354,7 +357,7 @@ def test_environments_that_do_not_fit_are_refused(closing):
     driver.start()
     with pytest.raises(ValueError, match="env_batch_size: is 2, but env_f made 1"):
         driver.collect()
-    window = trainer_of(Clock, body=models.Transformer, max_slice_length=4)
+    window = trainer_of(Clock, body=models.TransformerDecoder, max_slice_length=4)
     with pytest.raises(ValueError, match="window of the last rows"):
         closing(algorithm=window)
     with pytest.raises(ValueError, match="is in JAX"):
