@@ -44,12 +44,12 @@ class Sleeping(gymnasium.Env):
     def __init__(self) -> None:
         self._t = 0
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:  # noqa: D102
         super().reset(seed=seed)
         self._t = 0
         return self._look(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:  # noqa: D102
         time.sleep(SLEEP_S)
         self._t += 1
         return self._look(), float(action == 1), self._t == 200, False, {}
@@ -72,9 +72,7 @@ def local_rate(trainer: PPOJoint, options: argparse.Namespace) -> float:
     actor, *_ = unroll_host(task.env, act, task.actor, 2, task.distribution.to_env)
     begin, rows = time.perf_counter(), 0
     while time.perf_counter() - begin < options.seconds / 2:
-        actor, rollout, _ = unroll_host(
-            task.env, act, actor, options.unroll_length, task.distribution.to_env
-        )
+        actor, rollout, _ = unroll_host(task.env, act, actor, options.unroll_length, task.distribution.to_env)
         rows += rollout.steps.mask.size
     return rows / (time.perf_counter() - begin)
 
@@ -89,9 +87,7 @@ def learn(driver: RayDriver, trainer: PPOJoint, trains: bool) -> float:
 
 
 def make_driver(trainer: PPOJoint, n: int, options: argparse.Namespace) -> RayDriver:
-    return RayDriver(
-        algorithm=trainer, num_workers=n, unroll_length=options.unroll_length, learn_queue_cap=n
-    )
+    return RayDriver(algorithm=trainer, num_workers=n, unroll_length=options.unroll_length, learn_queue_cap=n)
 
 
 def measure(trainer: PPOJoint, n: int, options: argparse.Namespace, trains: bool) -> dict[str, Any]:
@@ -119,7 +115,6 @@ def measure(trainer: PPOJoint, n: int, options: argparse.Namespace, trains: bool
             "all_workers_ready_s": round(ready, 1),
         }
     finally:
-        begin = time.perf_counter()
         driver.stop()
 
 

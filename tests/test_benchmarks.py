@@ -140,3 +140,16 @@ def test_learning_reports_each_seed(tmp_path):
     assert all(run["epochs"] == 2 and run["greedy_return"] >= 8 for run in runs)
     assert summary["seeds"] == 2
     assert (tmp_path / "seed_1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_async_driver_reports_shares_and_lags():
+    arguments = "--seconds 0.3 --num_envs 2 --unroll_length 4 --learn_queue_cap 1".split()
+    lines = _lines("async_driver", *arguments)
+    kinds = [(line["steps_ms"], line["learner"]) for line in lines]
+    assert kinds == [("even", "idle"), ("even", "trains"), ("uneven", "idle"), ("uneven", "trains")]
+    for line in lines:
+        assert line["share"] == pytest.approx(line["steps_per_s"] / line["ideal_steps_per_s"], abs=2e-3)
+        assert sum(line["lags"].values()) > 0
+        assert line["dropped"] == 0
+    assert all(line["lags"].keys() == {"0"} for line in lines if line["learner"] == "idle")

@@ -28,7 +28,7 @@ LAYERS = [
 RANKS = {module: rank for rank, modules in enumerate(LAYERS) for module in modules}
 MAX_BODY_LINES = 60
 MAX_ARGUMENTS = 8
-MAX_PACKAGE_LINES = 15500
+MAX_PACKAGE_LINES = 16500
 GLOBAL_RANDOMNESS = re.compile(
     r"np\.random\.(?!default_rng|Generator|SeedSequence|RandomState|PCG64)\w+\("
 )

@@ -1,6 +1,6 @@
 """Drivers: who steps the environments, who learns, and what stands between; no equations."""
 
-from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.async_off_policy import AsyncDriver, AsyncOffPolicyDriver
 from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.metrics import (
     AverageEpisodeLength,
@@ -10,6 +10,7 @@ from rl_trainers.drivers.metrics import (
     StepMetric,
     standard_metrics,
 )
+from rl_trainers.drivers.ray_workers import RayDriver
 from rl_trainers.drivers.replayers import (
     CycleOneTimeReplayer,
     OneTimeReplayer,
@@ -19,6 +20,7 @@ from rl_trainers.drivers.replayers import (
 )
 
 __all__ = [
+    "AsyncDriver",
     "AsyncOffPolicyDriver",
     "AverageEpisodeLength",
     "AverageReturn",
@@ -27,6 +29,7 @@ __all__ = [
     "EnvironmentSteps",
     "NumberOfEpisodes",
     "OneTimeReplayer",
+    "RayDriver",
     "Replayer",
     "StepMetric",
     "UniformReplayer",

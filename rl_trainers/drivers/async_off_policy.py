@@ -15,7 +15,8 @@ from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import Replayer, make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
-from rl_trainers.types import Rollout
+from rl_trainers.types import PyTree, Rollout
+from rl_trainers.windows import Window
 
 
 class AsyncDriver(Driver):
@@ -39,11 +40,15 @@ class AsyncDriver(Driver):
             self._published = version
 
     def start(self) -> None:
-        """Resets the environments, compiles the policy and starts the threads; once.
+        """Starts what steps the environments, with the present policy.
+
+        After :meth:`stop` it starts anew: episodes that were running are forgotten, replay and metrics go on.
 
         Raises:
-            RuntimeError: it was called before.
+            RuntimeError: it was started already, or is closed.
         """
+        if self.unrolls.is_stopped:
+            self._start_anew()
         self.publish()
         self.unrolls.start()
 
@@ -56,7 +61,7 @@ class AsyncDriver(Driver):
 
         Raises:
             RuntimeError: the driver was not started, or is stopped.
-            Exception: what a thread raised, as itself.
+            Exception: what a thread or a worker raised, as itself.
         """
         self.publish()
         rollout, env_id = side_by_side(self.unrolls.take())
@@ -83,15 +88,25 @@ class AsyncDriver(Driver):
         raise RuntimeError(f"{type(self).__name__} steps by itself: call start(), and then run_async()")
 
     def stop(self) -> None:
-        """Ends the threads, and lets observers and metrics see all that is finished; within 5 s.
+        """Ends what :meth:`start` began; observers and metrics see all that is finished; within 5 s.
 
-        May be called at any time and again; that a thread had failed makes no difference.
+        May be called at any time and again; that a thread or a worker had failed makes no difference.
         """
         self.unrolls.stop()
 
     def _policy(self) -> Any:
         """The present policy, as :attr:`unrolls` takes it."""
         raise NotImplementedError
+
+    def _start_anew(self) -> None:
+        """Makes :attr:`unrolls` ready for another start."""
+        raise NotImplementedError
+
+    def _restart(self, env_id: np.ndarray) -> None:
+        """Tells everybody that these environments begin anew."""
+        for each in (*self._observers, *self._metrics, self.replayer):
+            if hasattr(each, "restart"):
+                each.restart(env_id)
 
 
 @gin.configurable(module="rl_trainers.drivers")
@@ -180,31 +195,37 @@ class AsyncOffPolicyDriver(AsyncDriver):
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
             check_like(algorithm.task, self._envs[0])
+            policy_state = first_state(algorithm, size)
             super().__init__(algorithm, n * size, observers, metrics, use_rollout_state)
-            # As a task begins.
-            env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
-            self.unrolls = AsyncUnrolls(
+            self._new_unrolls = functools.partial(
+                AsyncUnrolls,
                 self._envs,
-                jax.device_get(algorithm.initial_policy_state(size)),
+                policy_state,
                 algorithm.task.distribution.to_env,
                 unroll_length,
                 num_actor_queues,
                 actor_queue_cap,
                 learn_queue_cap,
-                seed=env_seed,
-                key=np.array(key, np.uint32),
                 observers=[self.observe],
                 lock_step=lock_step,
                 max_policy_lag=max_policy_lag,
             )
+            self.unrolls = self._new_unrolls(**_randomness(seed))
             learn_cap = self.unrolls.learn_queue_cap
             self.replayer = make_replayer(exp_replayer, n * size, n, unroll_length, learn_cap, seed)
         except Exception:
             self._close_owned()
             raise
+        self._seed, self._n_starts = seed, 0
 
     def _policy(self) -> Any:
         return self.algorithm.actor()
+
+    def _start_anew(self) -> None:
+        self._n_starts += 1
+        self.unrolls = self._new_unrolls(**_randomness([self._seed, self._n_starts]))
+        self._published = None
+        self._restart(np.arange(self.total_envs))
 
     def close(self) -> None:
         """Stops, and closes the environments that the driver has made; again does nothing."""
@@ -216,6 +237,23 @@ class AsyncOffPolicyDriver(AsyncDriver):
             # One that hangs in a step is left alone: closing it meanwhile may crash the process.
             if id(env) in self._owned and not (hasattr(self, "unrolls") and self.unrolls.is_running(i)):
                 env.close()
+
+
+def first_state(algorithm: Any, size: int) -> PyTree:
+    """What the policy remembers at first, host arrays ``[B, ..]``; refuses what unrolls cannot carry."""
+    policy_state = jax.device_get(algorithm.initial_policy_state(size))
+    if isinstance(policy_state, Window):
+        raise ValueError(
+            "algorithm: its model sees a window of the last rows, which unrolls of a driver do not carry; "
+            "use a recurrent model, such as models.GRU"
+        )
+    return policy_state
+
+
+def _randomness(seed: Any) -> dict[str, Any]:
+    """What environments and actions begin with, as a task does."""
+    env_seed, _, *key = (int(x) for x in np.random.SeedSequence(seed).generate_state(4))
+    return {"seed": env_seed, "key": np.array(key, np.uint32)}
 
 
 def side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:

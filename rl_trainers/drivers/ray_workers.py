@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from rl_trainers.acting import load, see
-from rl_trainers.drivers.async_off_policy import AsyncDriver, as_host, check_host, check_like
+from rl_trainers.drivers.async_off_policy import AsyncDriver, as_host, check_host, check_like, first_state
 from rl_trainers.drivers.driver import Observer
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import OneTimeReplayer, make_replayer
@@ -29,7 +29,6 @@ from rl_trainers.drivers.unrolls import Unroll, check_at_least
 from rl_trainers.envs.host import HostEnv
 from rl_trainers.rollout import initial_actor, unroll_host
 from rl_trainers.types import PyTree, Rollout
-from rl_trainers.windows import Window
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +177,8 @@ class RayUnrolls:
         n_finished: unrolls that were finished, and thus observed.
         n_dropped: unrolls that were too old when their turn came, or were taken just before their worker
             died.
-        n_restarts: workers that were replaced.
+        n_restarts: workers that died and were replaced.
+        is_stopped: whether :meth:`stop` was called last.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class RayUnrolls:
         self._generations: collections.Counter[int] = collections.Counter()
         self._policy: _Policy | None = None
         self._n_asked = 0
-        self._is_started = self._is_stopped = False
+        self._is_started = self._is_closed = self.is_stopped = False
         self._error: BaseException | None = None
         self.lags: collections.Counter[int] = collections.Counter()
         self.n_finished = self.n_dropped = self.n_restarts = 0
@@ -245,18 +245,17 @@ class RayUnrolls:
         self._policy = _Policy(self._ray.put(model), int(version), number)
 
     def start(self) -> None:
-        """Starts the workers and asks each for its first unroll.
+        """Starts the workers and asks each for its first unroll; after :meth:`stop` they are new ones.
 
         Raises:
-            RuntimeError: nothing was published, or this was called before.
+            RuntimeError: nothing was published, the workers run, or the connection is closed.
         """
         if self._policy is None:
             raise RuntimeError("publish a policy before start()")
-        if self._is_started or self._is_stopped:
-            raise RuntimeError("start() was called before; make a new object to start anew")
-        self._is_started = True
-        for number in range(self._n):
-            self._add(number)
+        if self._workers or self._is_closed:
+            raise RuntimeError("the driver is closed" if self._is_closed else "start() was called before")
+        self._is_started, self.is_stopped, self._error = True, False, None
+        self._add_all()
 
     def set_num_workers(self, n: int) -> None:
         """Starts more workers, or ends those with the highest numbers after their present unroll.
@@ -265,20 +264,14 @@ class RayUnrolls:
 
         Raises:
             ValueError: ``n`` is less than 1.
-            RuntimeError: the workers are stopped.
         """
         check_at_least(1, num_workers=n)
-        if self._is_stopped:
-            raise RuntimeError("the workers are stopped")
         self._n = n
-        if not self._is_started:
+        if not self._workers:  # they are not started yet
             return
         ended, self._workers = self._workers[n:], self._workers[:n]
         self._end(ended)
-        for number in range(len(self._workers), n):
-            if self._generations[number]:
-                self._restart(self._env_id(number))
-            self._add(number)
+        self._add_all()
 
     def take(self) -> list[Unroll]:
         """Waits for the next ``learn_queue_cap`` unrolls.
@@ -293,7 +286,7 @@ class RayUnrolls:
         """
         if self._error is not None:
             raise self._error
-        if self._is_stopped:
+        if self.is_stopped:
             raise RuntimeError("the workers are stopped")
         if not self._is_started:
             raise RuntimeError("call start() before take()")
@@ -319,12 +312,13 @@ class RayUnrolls:
 
         Takes as long as an unroll, and 5 s at most.
         """
-        self._is_stopped = True
+        self.is_stopped = True
         workers, self._workers = self._workers, []
         self._end(workers)
 
     def disconnect(self) -> None:
         """Ends a local Ray that was started here, or the connection to another one that was made here."""
+        self._is_closed = True
         if self._connected:
             self._connected = ""
             self._ray.shutdown()
@@ -340,7 +334,14 @@ class RayUnrolls:
     def _env_id(self, number: int) -> np.ndarray:
         return np.arange(number * self.num_envs, (number + 1) * self.num_envs, dtype=np.int32)
 
+    def _add_all(self) -> None:
+        """As many workers as there should be."""
+        for number in range(len(self._workers), self._n):
+            self._add(number)
+
     def _add(self, number: int, n_deaths: int = 0) -> None:
+        if self._generations[number]:
+            self._restart(self._env_id(number))
         seeds = seeds_of(self._seed, number, self._generations[number])
         self._generations[number] += 1
         worker = _Handle(number, self._make([self._recipe], number, *seeds), n_deaths)
@@ -405,7 +406,6 @@ class RayUnrolls:
         _log.warning("worker %d died and is replaced: %s", worker.number, str(error).splitlines()[0])
         self._workers.remove(worker)
         self.n_restarts += 1
-        self._restart(self._env_id(worker.number))
         self._add(worker.number, worker.n_deaths + 1)
         self._workers.sort(key=operator.attrgetter("number"))
 
@@ -543,7 +543,6 @@ class RayDriver(AsyncDriver):
 
         Raises:
             ValueError: ``n`` is none of these.
-            RuntimeError: the driver is stopped.
         """
         most = self.total_envs // self.unrolls.num_envs
         if n > most and not isinstance(self.replayer, OneTimeReplayer):
@@ -562,10 +561,8 @@ class RayDriver(AsyncDriver):
         state = self.algorithm.state
         return jax.device_get(jax.tree.leaves((state.params, state.model_state)))
 
-    def _restart(self, env_id: np.ndarray) -> None:
-        for each in (*self._observers, *self._metrics, self.replayer):
-            if hasattr(each, "restart"):
-                each.restart(env_id)
+    def _start_anew(self) -> None:
+        """The workers themselves are new."""
 
 
 def import_ray() -> Any:
@@ -619,12 +616,7 @@ def _call(env_f: Callable[[], Any]) -> HostEnv:
 
 
 def _recipe(algorithm: Any, make_env: Callable[[], Any], size: int, unroll_length: int) -> Recipe:
-    task, policy_state = algorithm.task, jax.device_get(algorithm.initial_policy_state(size))
-    if isinstance(policy_state, Window):
-        raise ValueError(
-            "algorithm: its model sees a window of the last rows, which unrolls of a driver do not carry; "
-            "use a recurrent model, such as models.GRU"
-        )
+    task, policy_state = algorithm.task, first_state(algorithm, size)
     return Recipe(
         make_env=make_env,
         policy=algorithm.acting.export(algorithm.state, size),

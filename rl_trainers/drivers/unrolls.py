@@ -81,16 +81,19 @@ class AsyncUnrolls:
         key: u32 ``[2]``, what the actors draw from.
         observers: called in this order with every finished unroll, whether or not it is taken.
         lock_step: all environments step together and only within :meth:`take`, so that the rows are those
-            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments. Needs
-            one actor for all of them, and ``learn_queue_cap == N``; both are set.
+            that :func:`rl_trainers.rollout.unroll_host` makes of one batch of ``N * B`` environments, if
+            these are seeded one by one, as with ``backend='sync'``. Needs one actor for all of them, and
+            ``learn_queue_cap == N``; both are set.
         max_policy_lag: an unroll whose first row is older than so many publishes is dropped when its turn
-            comes. By default four times ``ceil(N / Q) + 1``, the largest lag where all environments are
-            equally fast: V-trace bears more than that, and a batch that is four times slower than the others
-            is still learned from.
+            comes. By default four times ``ceil(N / Q) + 1``, which is the largest lag where all environments
+            are equally fast and each batch is followed by one publish. An environment that is ``k`` times
+            slower than the average has about ``k`` times that lag, and what it does should still be learned
+            from; V-trace and clipped ratios bear it.
 
     Attributes:
         learn_queue_cap, max_policy_lag: as given, or what stands for it.
         lags: how many of the unrolls that were taken had a policy lag of so many publishes.
+        is_stopped: whether :meth:`stop` was called or a thread has failed.
         n_finished: unrolls that were finished, and thus observed.
         n_dropped: unrolls that were too old when their turn came.
 
@@ -128,7 +131,7 @@ class AsyncUnrolls:
             self.max_policy_lag = 4 * (-(-n // self.learn_queue_cap) + 1)
         self._policy: _Policy | None = None
         self._threads: list[threading.Thread] = []
-        self._is_stopped = self._is_log_closed = False
+        self.is_stopped = self._is_log_closed = False
         self._error: tuple[BaseException, Any] | None = None
         self._was_raised = False
 
@@ -148,7 +151,7 @@ class AsyncUnrolls:
         self._finished: collections.deque[tuple[int, Rollout, int]] = collections.deque()
         self._unobserved: collections.deque[tuple[Rollout, np.ndarray]] = collections.deque()
         self._last_number = [-1] * n
-        self._admitted = -self.learn_queue_cap if lock_step else self.learn_queue_cap
+        self._admitted = -1 if lock_step else self.learn_queue_cap
         self.n_finished = self.n_dropped = 0
         self.lags: collections.Counter[int] = collections.Counter()
 
@@ -172,7 +175,7 @@ class AsyncUnrolls:
         """
         if self._policy is None:
             raise RuntimeError("publish a policy before start()")
-        if self._threads or self._is_stopped:
+        if self._threads or self.is_stopped:
             raise RuntimeError("start() was called before; make a new object to start anew")
         size = self._batch
         observations = [env.reset(self._seed, i * size) for i, env in enumerate(self._envs)]
@@ -206,15 +209,16 @@ class AsyncUnrolls:
             raise RuntimeError("call start() before take()")
         unrolls: list[Unroll] = []
         with self._has_finished:
-            if self._lock_step:
-                self._admit(self.learn_queue_cap)
-            while True:
+            self._admit(0 if self._lock_step else self.learn_queue_cap)
+            while (missing := self.learn_queue_cap - len(unrolls)) > 0:
                 self._check_alive()
-                while self._finished and len(unrolls) < self.learn_queue_cap:
+                if len(self._finished) < missing:
+                    self._has_finished.wait()
+                    continue
+                for _ in range(missing):
                     unrolls += self._next_unroll()
-                if len(unrolls) == self.learn_queue_cap:
-                    break
-                self._has_finished.wait()
+                if not self._lock_step:
+                    self._admit(self.learn_queue_cap)
         self.lags.update(unroll.policy_lag for unroll in unrolls)
         return sorted(unrolls, key=operator.attrgetter("env_index")) if self._lock_step else unrolls
 
@@ -247,8 +251,6 @@ class AsyncUnrolls:
         """The oldest finished one, or none if it is too old."""
         i, rollout, number = self._finished.popleft()
         assert self._policy is not None and self.max_policy_lag is not None
-        if not self._lock_step:
-            self._admit(1)
         lag = self._policy.number - number
         if lag <= self.max_policy_lag:
             return [Unroll(i, rollout, self._env_id(i), lag)]
@@ -262,7 +264,8 @@ class AsyncUnrolls:
         return []
 
     def _admit(self, count: int) -> None:
-        self._admitted += count
+        """Lets environments go on whose last unroll is among the next ``count``, or was taken."""
+        self._admitted = self.n_finished - len(self._finished) + count
         self._go_on.notify_all()
 
     def _check_alive(self) -> None:
@@ -270,13 +273,13 @@ class AsyncUnrolls:
             self._was_raised = True
             error, traceback = self._error
             raise error.with_traceback(traceback)
-        if self._is_stopped:
+        if self.is_stopped:
             raise RuntimeError("the threads are stopped")
 
     def _close(self) -> None:
         """Wakes all threads, whatever they wait for, and the caller."""
         with self._go_on:
-            self._is_stopped = True
+            self.is_stopped = True
             for condition in (self._go_on, self._has_finished):
                 condition.notify_all()
         for waited in (*self._requests, *self._answers):
@@ -327,11 +330,11 @@ class AsyncUnrolls:
 
     def _await_turn(self, i: int) -> None:
         with self._go_on:
-            while not self._is_stopped and (
+            while not self.is_stopped and (
                 self._last_number[i] >= self._admitted or len(self._unobserved) > len(self._envs)
             ):
                 self._go_on.wait()
-        if self._is_stopped:
+        if self.is_stopped:
             raise _Stopped
 
     def _ask(self, i: int, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
@@ -344,7 +347,7 @@ class AsyncUnrolls:
                 self._requests[actor].put(asked)
                 self._asked[actor] = []
         # Asked first and looked up then: whoever stops does it the other way round.
-        answer = None if self._is_stopped else self._answers[i].get()
+        answer = None if self.is_stopped else self._answers[i].get()
         if answer is None:
             raise _Stopped
         policy, (action, dist_inputs, policy_state) = answer

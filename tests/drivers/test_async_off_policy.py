@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl_trainers import RLTask
-from rl_trainers.drivers import AsyncOffPolicyDriver
+from rl_trainers.drivers import AsyncOffPolicyDriver, StepMetric
 from rl_trainers.envs import EnvError, GymView, make_host_env
 from rl_trainers.envs.probe import ConstantReward, Counting
 from rl_trainers.rollout import unroll_host
@@ -275,6 +275,41 @@ def test_rollout_states_are_kept_only_where_they_are_used(closing):
         assert len(jax.tree.leaves(driver.collect()[0].steps.policy_state)) == use
 
 
+def test_a_driver_starts_anew_after_stop(closing):
+    driver = closing(
+        algorithm=Algorithm("Pendulum-v1", sampling, np.float32(0), time_limit=5),
+        env=functools.partial(gymnasium.make, "Pendulum-v1", max_episode_steps=5),
+        num_envs=2,
+        lock_step=True,
+        unroll_length=8,
+        exp_replayer="uniform",
+    )
+    driver.stop()  # before the start it changes nothing
+    first = []
+    for _ in range(3):
+        driver.start()
+        with pytest.raises(RuntimeError, match="called before"):
+            driver.start()
+        for k in range(2):
+            rollout, env_id = driver.collect()
+            driver.replayer.observe(rollout, env_id)
+            if k == 0:
+                first.append(rollout.steps.observation[0])
+        driver.stop()
+        assert driver.unrolls.n_finished == 4
+    # Other episodes each time; those that were cut do not count, and nothing runs on across the cut.
+    assert len(np.unique(np.concatenate(first), axis=0)) == 6
+    episodes, steps, _, length = driver.get_metrics()
+    assert episodes.result() == 3 * 2 * 2  # 16 rows: two episodes of 5 with a reset row each, and 4 rows
+    assert steps.result() == 3 * 2 * 14
+    assert length.result() == 5
+    stored = driver.replayer.replay_all().steps
+    assert stored.mask.shape == (3 * 16 + 2, 2)  # with a row for each cut
+    driver.close()
+    with pytest.raises(RuntimeError, match="are closed"):
+        driver.start()
+
+
 class Failing(Counting):
     def step(self, action):
         if self.t == 4:
@@ -288,9 +323,7 @@ def test_errors_of_environments_and_metrics_reach_the_caller(closing):
     with pytest.raises(EnvError, match="boom"):
         driver.run_async()
 
-    class Broken:
-        name = "Broken"
-
+    class Broken(StepMetric):
         def __call__(self, rollout, env_id):
             raise ZeroDivisionError("in a metric")
 

@@ -83,7 +83,7 @@ class Watch:
         self.restarts.append(env_id.tolist())
 
     def lives(self):
-        """The lives of each environment in order, if each has all its rows up to some, one after the other."""
+        """Of each environment in order, if each has all its rows up to some, one after the other."""
         found = {}
         for i, rows in self.rows.items():
             parts = [[row for row in rows if row[0] == life] for life in dict.fromkeys(r[0] for r in rows)]
@@ -289,8 +289,6 @@ def test_the_number_of_workers_changes_while_it_runs(closing):
     assert [len(lives) for _, lives in sorted(watch.lives().items())] == [1, 1, 2, 2, 1, 1]
     with pytest.raises(ValueError, match="num_workers: must be at least 1, got 0"):
         driver.set_num_workers(0)
-    with pytest.raises(RuntimeError, match="stopped"):
-        driver.set_num_workers(2)
 
 
 def test_a_replayer_of_environments_has_no_place_for_more(closing):
@@ -308,7 +306,7 @@ def test_unrolls_that_are_too_old_are_dropped(closing):
     for step in range(1, 13):
         driver.collect()
         trainer.state = trainer.state._replace(step=np.int32(step))
-        for more in range(step % 3):  # up to three publishes between two calls
+        for _ in range(step % 3):  # up to three publishes between two calls
             driver.unrolls.publish(driver._policy(), step)
     assert set(driver.unrolls.lags) <= {0, 1}
     assert driver.unrolls.n_dropped >= 4
@@ -327,6 +325,23 @@ def test_calls_at_the_wrong_time_say_so(closing):
     driver.stop()
     with pytest.raises(RuntimeError, match="stopped"):
         driver.collect()
+    driver.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        driver.start()
+
+
+def test_it_starts_anew_after_a_stop_and_after_an_error(closing):
+    watch = Watch()
+    driver = closing(functools.partial(Clock, fails=12), trainer_of(Clock), observers=[watch])
+    for starts in (1, 2, 3):
+        driver.start()
+        assert driver.run_async() == 8
+        if starts == 2:
+            with pytest.raises(EnvError):
+                driver.run_async()
+        driver.stop()
+    assert [len(lives) for lives in watch.lives().values()] == [3]
+    assert watch.restarts == [[0], [0]]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,22 @@ def test_batches_have_the_unrolls_asked_for_and_answers_reach_who_asked(
         assert single.threads <= {f"rl_trainers env {single.env_id // size}"}
 
 
+def test_each_environment_asks_its_actor():
+    asked = collections.defaultdict(set)
+
+    def act(observation, policy_state, *rest):
+        asked[threading.current_thread().name] |= set(observation[:, 0].astype(int))
+        return echo(observation, policy_state, *rest)
+
+    envs, _ = echo_envs(5, 1)
+    engine = begin(envs, act, np.zeros(1), 3, (2, 2, 5))
+    while len(asked.get("rl_trainers actor 0", ())) < 3:  # two of its three are enough for an unroll
+        engine.take()
+    engine.stop()
+    del asked[threading.current_thread().name]  # that of start(), which compiles
+    assert asked == {"rl_trainers actor 0": {0, 2, 4}, "rl_trainers actor 1": {1, 3}}
+
+
 def test_rows_of_each_environment_are_those_of_a_plain_unroll():
     engine = begin(counting_envs(3, 2), unroll_length=5, caps=(1, 2, 3))
     unrolls = [u for _ in range(4) for u in engine.take()]
@@ -283,7 +299,7 @@ def test_error_in_start_is_the_callers():
 
 def test_error_that_nobody_took_is_logged_by_stop(caplog):
     engine = begin([*counting_envs(1, 1, Failing, 100)], caps=(1, 1, 100))
-    wait_until(lambda: engine._is_stopped)
+    wait_until(lambda: engine.is_stopped)
     engine.stop()
 
     assert "a thread failed after the last take()" in caplog.text
@@ -405,6 +421,28 @@ def test_lock_step_makes_the_rows_of_one_large_batch(env):
     assert engine.lags == {0: 12}
 
 
+def test_lock_step_waits_for_a_caller_who_was_interrupted(monkeypatch):
+    engine = begin(counting_envs(2, 1, length=100), unroll_length=3, caps=(None, None, None), lock_step=True)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    for k in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._has_finished, "wait", interrupted)
+            patch.setattr(engine, "_finished", collections.deque())
+            with pytest.raises(KeyboardInterrupt):
+                engine.take()
+            wait_until(lambda k=k: engine.n_finished == 2 * (k + 1))
+            time.sleep(0.05)
+            made = list(engine._finished)
+        engine._finished.extend(made)
+        assert engine.n_finished == 2 * (k + 1)  # each one more, and no more
+        rows = [u.rollout.steps.observation[:, 0, 2].tolist() for u in engine.take()]
+        assert rows == [[3 * k, 3 * k + 1, 3 * k + 2]] * 2
+    engine.stop()
+
+
 def test_lock_step_acts_with_what_was_published_before_take():
     engine = begin(counting_envs(2, 1), caps=(None, None, None), lock_step=True)
     for version in range(1, 5):
@@ -462,12 +500,25 @@ def test_lag_is_bounded_whatever_the_speeds():
     engine.stop()
 
 
-def test_slow_environments_do_not_hold_fast_ones_up():
-    envs = [make_host_env(lambda s=s: Echo(0, s)) for s in (0.0, 0.2)]
+class Waiting(Echo):
+    """Its steps take until ``released``."""
+
+    released = None
+
+    def step(self, action):
+        self.released.wait(30)
+        return super().step(action)
+
+
+def test_slow_environments_do_not_hold_fast_ones_up(monkeypatch):
+    monkeypatch.setattr(Waiting, "released", threading.Event())
+    envs = [make_host_env(lambda cls=cls: cls(0)) for cls in (Echo, Waiting)]
     engine = begin(envs, echo, np.zeros(1), 4, (1, 1, 1))
-    indices = [engine.take()[0].env_index for _ in range(20)]
+    assert [engine.take()[0].env_index for _ in range(20)] == [0] * 20
+    Waiting.released.set()
+    while engine.take()[0].env_index != 1:
+        pass
     engine.stop()
-    assert indices.count(0) >= 18  # the slow one's first unroll lasts 0.8 s
 
 
 def test_sub_environments_have_seeds_of_their_own():
