@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from rl_trainers import rollout, windows
 from rl_trainers.envs.native import DeviceEnv
@@ -23,6 +24,18 @@ _log = logging.getLogger(__name__)
 
 # LLVM's third level takes a fifth longer to compile the update and makes it no faster.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 2})
+
+
+def see(timestep_to_np: Callable[[TimeStep], TimeStep] | None, observation: PyTree) -> PyTree:
+    """What models see of observations with any leading axes; ``timestep_to_np`` is that of the task."""
+    if timestep_to_np is None:
+        return observation
+    return timestep_to_np(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
+
+
+def load(exported: bytes) -> Callable:
+    """What :meth:`Acting.export` wrote, compiled at its first call."""
+    return compiled(export.deserialize(bytearray(exported)).call)
 
 
 class Acting:
@@ -226,6 +239,30 @@ class Acting:
             return self.decide_fully(*model, seen, policy_state, needs_reset, key, traced, *share)
 
         return act
+
+    def export(self, state: TrainState, num_envs: int) -> bytes:
+        """Writes :attr:`decide_fully` as StableHLO, which :func:`load` reads where there is no trainer.
+
+        Its first two arguments become one, ``jax.tree.leaves((params, model_state))``.
+
+        Args:
+            state: parameters like those that it will be called with.
+            num_envs: ``B``.
+
+        Returns:
+            A program for CPUs.
+        """
+        model = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.model_state)
+        )
+        leaves, structure = jax.tree.flatten(model)
+
+        def decide(leaves, *rest):
+            return self._decide_fully(*jax.tree.unflatten(structure, leaves), *rest)
+
+        seen = self._trainer._see(jax.tree.map(lambda x: np.stack([x] * num_envs), self._trainer._example))
+        rest = self.nothing(num_envs), np.zeros(num_envs, bool), np.zeros(2, np.uint32), np.float32(1.0)
+        return bytes(export.export(jax.jit(decide), platforms=("cpu",))(leaves, seen, *rest).serialize())
 
     def after(self, state: TrainState, observations: Sequence[PyTree], key: Any, temperature: float) -> tuple:
         """The decision after the observations of an episode so far.

@@ -89,6 +89,7 @@ class RLTask:
         rng: numpy generator that sampling uses.
         n_initial_interactions: decisions in the initial trajectories.
         n_eval_interactions: decisions taken in evaluations.
+        make_more: what :meth:`make_envs` calls; it holds nothing of the task, and can be sent elsewhere.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -133,7 +134,7 @@ class RLTask:
             _prepared, dm_suite=dm_suite, random_starts=random_starts, n_frames=num_stacked_frames
         )
         self.env: Any
-        self.env, self._make_eval_env, self._make_more = make(
+        self.env, self._make_eval_env, self.make_more = make(
             env, eval_env, prepare, num_envs, self.time_limit, backend
         )
         self.env_name = self.env.name
@@ -188,7 +189,7 @@ class RLTask:
         Args:
             num_envs: how many.
         """
-        return self._make_more(num_envs)
+        return self.make_more(num_envs)
 
     def close(self) -> None:
         """Closes all environments."""

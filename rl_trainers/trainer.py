@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl_trainers import checkpoint, metrics, models, rollout, windows
-from rl_trainers.acting import Acting, compiled
+from rl_trainers.acting import Acting, compiled, see
 from rl_trainers.advantages import Estimator
 from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.iteration import N_LATEST, Iteration, share
@@ -216,10 +216,7 @@ class RLTrainer:
 
     def _see(self, observation: PyTree) -> PyTree:
         """``task.timestep_to_np`` applied to observations with any leading axes."""
-        hook = self.task.timestep_to_np
-        if hook is None:
-            return observation
-        return hook(TimeStep(observation, None, 0.0, False, False, 1.0)).observation
+        return see(self.task.timestep_to_np, observation)
 
     def _see_rollout(self, data: Rollout, window: windows.Window | None = None) -> Rollout:
         """What models see of a rollout; with a window, with its rows in front."""

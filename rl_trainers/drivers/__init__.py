@@ -1,6 +1,6 @@
 """Drivers: who steps the environments, who learns, and what stands between; no equations."""
 
-from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.async_off_policy import AsyncDriver, AsyncOffPolicyDriver
 from rl_trainers.drivers.choosing import make
 from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.metrics import (
@@ -13,6 +13,7 @@ from rl_trainers.drivers.metrics import (
 )
 from rl_trainers.drivers.off_policy import OffPolicyDriver, SyncOffPolicyDriver
 from rl_trainers.drivers.on_policy import OnPolicyDriver
+from rl_trainers.drivers.ray_workers import RayDriver
 from rl_trainers.drivers.replayers import (
     CycleOneTimeReplayer,
     OneTimeReplayer,
@@ -22,6 +23,7 @@ from rl_trainers.drivers.replayers import (
 )
 
 __all__ = [
+    "AsyncDriver",
     "AsyncOffPolicyDriver",
     "AverageEpisodeLength",
     "AverageReturn",
@@ -32,6 +34,7 @@ __all__ = [
     "OffPolicyDriver",
     "OnPolicyDriver",
     "OneTimeReplayer",
+    "RayDriver",
     "Replayer",
     "StepMetric",
     "SyncOffPolicyDriver",

@@ -13,14 +13,132 @@ import numpy as np
 from rl_trainers.drivers.driver import Observer, check_fits, joined
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.off_policy import OffPolicyDriver
-from rl_trainers.drivers.replayers import make_replayer
+from rl_trainers.drivers.replayers import Replayer, make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.types import Rollout
 
 
+class AsyncDriver(OffPolicyDriver):
+    """What drivers share whose environments are stepped while the caller learns.
+
+    Attributes:
+        unrolls: makes them; has ``publish``, ``start``, ``take`` and ``stop`` as
+            :class:`rl_trainers.drivers.unrolls.AsyncUnrolls` has.
+        replayer: holds what was taken, for training.
+    """
+
+    unrolls: Any
+    replayer: Replayer
+    _published: int | None = None
+    _unroll_length = 0
+    _is_started = False
+
+    @property
+    def n_dropped(self) -> int:
+        """Unrolls that were too old when their turn came."""
+        return self.unrolls.n_dropped
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something steps the environments."""
+        return self._is_started and not self.unrolls.is_stopped
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(T, Q * B)`` of what :meth:`collect` returns."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
+        version = int(self.algorithm.state.step)
+        if version != self._published:
+            self.unrolls.publish(self._policy(), version)
+            self._published = version
+
+    def start(self) -> None:
+        """Starts what steps the environments, with the present policy.
+
+        After :meth:`stop` it starts anew: episodes that were running are forgotten, replay and metrics go on.
+
+        Raises:
+            RuntimeError: it was started already, or is closed.
+        """
+        if self.unrolls.is_stopped:
+            self._start_anew()
+        self.publish()
+        self.unrolls.start()
+        self._is_started = True
+
+    def collect(self) -> tuple[Rollout, np.ndarray]:
+        """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
+
+        Returns:
+            ``(rollout [T, Q * B], env_id i32 [Q * B])``, the unrolls side by side in the order in which they
+            were finished; a fast environment may be there more than once. ``policy_version`` is the oldest.
+
+        Raises:
+            RuntimeError: the driver was not started, or is stopped.
+            Exception: what a thread or a worker raised, as itself.
+        """
+        self.publish()
+        unrolls = self.unrolls.take()
+        self.episodes = joined([unroll.episodes for unroll in unrolls])
+        self.lags = [unroll.policy_lag for unroll in unrolls]
+        rollout, env_id = side_by_side(unrolls)
+        if not self.algorithm.use_rollout_state:
+            rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
+        return rollout, env_id
+
+    def run_async(self) -> int:
+        """:meth:`collect`, and puts that into the replayer.
+
+        Returns:
+            ``Q * T * B``, rows taken, with reset rows.
+        """
+        rollout, env_id = self.collect()
+        self.replayer.observe(rollout, env_id)
+        return rollout.steps.mask.size
+
+    def collect_initially(self, initial_collect_steps: int) -> int:
+        """See :meth:`OffPolicyDriver.collect_initially`; calls :meth:`run_async` as often as it takes."""
+        n_steps = 0
+        while n_steps < initial_collect_steps:
+            n_steps += self.run_async()
+        return n_steps
+
+    def run(self, *arguments: Any, **settings: Any) -> Any:
+        """Not for this driver, which steps by itself.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{type(self).__name__} steps by itself: call start(), and then run_async()")
+
+    def stop(self) -> None:
+        """Ends what :meth:`start` began; observers and metrics see all that is finished; within 5 s.
+
+        May be called at any time and again; that a thread or a worker had failed makes no difference.
+        """
+        self.unrolls.stop()
+
+    def _policy(self) -> Any:
+        """The present policy, as :attr:`unrolls` takes it."""
+        raise NotImplementedError
+
+    def _start_anew(self) -> None:
+        """Makes :attr:`unrolls` ready for another start."""
+        raise NotImplementedError
+
+    def _restart(self, env_id: np.ndarray) -> None:
+        """Tells everybody that these environments begin anew."""
+        for each in (*self._observers, *self._metrics, self.replayer):
+            if hasattr(each, "restart"):
+                each.restart(env_id)
+
+
 @gin.configurable(module="rl_trainers.drivers")
-class AsyncOffPolicyDriver(OffPolicyDriver):
+class AsyncOffPolicyDriver(AsyncDriver):
     """Steps ``N`` batched environments in threads, while the caller trains on what they have done.
 
     The words are those of ALF (https://github.com/HorizonRobotics/alf). The algorithm must be one that learns
@@ -128,101 +246,20 @@ class AsyncOffPolicyDriver(OffPolicyDriver):
             raise
         self._seed, self._n_starts, self._unroll_length = seed, 0, unroll_length
         self.has_lag = not lock_step
-        self._published: int | None = None
-
-    @property
-    def n_dropped(self) -> int:
-        """Unrolls that were too old when their turn came."""
-        return self.unrolls.n_dropped
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the threads run."""
-        return self._n_starts > 0 and not self.unrolls.is_stopped
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(T, Q * B)`` of what :meth:`collect` returns."""
+        """See :class:`AsyncDriver`."""
         return self._unroll_length, self.unrolls.learn_queue_cap * self._envs[0].num_envs
 
-    def publish(self) -> None:
-        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
-        version = int(self.algorithm.state.step)
-        if version != self._published:
-            self.unrolls.publish(self.algorithm.actor(), version)
-            self._published = version
+    def _policy(self) -> Any:
+        return self.algorithm.actor()
 
-    def start(self) -> None:
-        """Resets the environments, compiles the policy and starts the threads.
-
-        After :meth:`stop` it starts anew: episodes that were running are forgotten, replay and metrics go on,
-        and :attr:`unrolls` is another one, which counts from 0.
-
-        Raises:
-            RuntimeError: the threads run, or the environments are closed.
-        """
-        if self.unrolls.is_stopped:
-            self.unrolls = self._new_unrolls(**_randomness([self._seed, self._n_starts]))
-            self._published = None
-            env_id = np.arange(self.total_envs)
-            self.replayer.restart(env_id)
-            for metric in self.get_metrics():
-                metric.restart(env_id)
-        self.publish()
-        self.unrolls.start()
+    def _start_anew(self) -> None:
         self._n_starts += 1
-
-    def collect(self) -> tuple[Rollout, np.ndarray]:
-        """Publishes the present policy and waits for ``learn_queue_cap`` unrolls.
-
-        Returns:
-            ``(rollout [T, Q * B], env_id i32 [Q * B])``, the unrolls side by side in the order in which they
-            were finished; a fast environment may be there more than once. ``policy_version`` is the oldest.
-
-        Raises:
-            RuntimeError: the driver was not started, or is stopped.
-            Exception: what a thread raised, as itself.
-        """
-        self.publish()
-        unrolls = self.unrolls.take()
-        self.episodes = joined([unroll.episodes for unroll in unrolls])
-        self.lags = [unroll.policy_lag for unroll in unrolls]
-        rollout, env_id = _side_by_side(unrolls)
-        if not self.algorithm.use_rollout_state:
-            rollout = rollout._replace(steps=rollout.steps._replace(policy_state=()))
-        return rollout, env_id
-
-    def run_async(self) -> int:
-        """:meth:`collect`, and puts that into the replayer.
-
-        Returns:
-            ``Q * T * B``, rows taken, with reset rows.
-        """
-        rollout, env_id = self.collect()
-        self.replayer.observe(rollout, env_id)
-        return rollout.steps.mask.size
-
-    def collect_initially(self, initial_collect_steps: int) -> int:
-        """See :meth:`OffPolicyDriver.collect_initially`; calls :meth:`run_async` as often as it takes."""
-        n_steps = 0
-        while n_steps < initial_collect_steps:
-            n_steps += self.run_async()
-        return n_steps
-
-    def run(self, *arguments: Any, **settings: Any) -> Any:
-        """Not for this driver, which steps by itself.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("AsyncOffPolicyDriver steps by itself: call start(), and then run_async()")
-
-    def stop(self) -> None:
-        """Ends the threads, and lets observers and metrics see all that is finished; within 5 s.
-
-        May be called at any time and again; that a thread had failed makes no difference.
-        """
-        self.unrolls.stop()
+        self.unrolls = self._new_unrolls(**_randomness([self._seed, self._n_starts]))
+        self._published = None
+        self._restart(np.arange(self.total_envs))
 
     def close(self) -> None:
         """Stops, and closes the environments that the driver has made; again does nothing."""
@@ -242,7 +279,7 @@ def _randomness(seed: Any) -> dict[str, Any]:
     return {"seed": env_seed, "key": np.array(key, np.uint32)}
 
 
-def _side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
+def side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
     """Joins unrolls of batches along ``B``."""
     rollouts = [unroll.rollout for unroll in unrolls]
     steps = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *[r.steps for r in rollouts])
@@ -268,9 +305,9 @@ def _make_envs(
     if envs is not None:
         if num_envs not in (None, len(envs)):
             raise ValueError(f"num_envs: is {num_envs}, but envs has {len(envs)}; leave it out")
-        makes = [functools.partial(_as_host, each) for each in envs]
+        makes = [functools.partial(as_host, each) for each in envs]
     elif env_f is not None:
-        makes = [lambda: _as_host(env_f())]
+        makes = [lambda: as_host(env_f())]
     elif env is None:
         makes = [lambda: task.make_envs(size or task.env.num_envs)]
     else:
@@ -280,7 +317,7 @@ def _make_envs(
                 f"env: one object cannot be num_envs={num_envs} batches, each of which is stepped by its own "
                 "thread; pass an id or a factory, or num_envs=1"
             )
-        makes = [lambda: _as_host(env, size or 1)]
+        makes = [lambda: as_host(env, size or 1)]
     foreign = {id(x) for x in (*(envs or ()), env)}
     made = _all_or_none(makes if envs is not None else makes * (num_envs or 1), foreign)
     return made, {id(x) for x in made} - foreign
@@ -292,11 +329,7 @@ def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[Host
     try:
         for make in makes:
             made.append(make())
-            if not isinstance(made[-1], HostEnv):
-                raise ValueError(
-                    f"env: {made[-1].name} is in JAX, and its compiled unrolls need no threads; use an "
-                    "on-policy or a synchronous driver, or give env a factory of rl_trainers.envs.GymView"
-                )
+            check_host(made[-1])
     except Exception:
         for env in made:
             if id(env) not in foreign:
@@ -305,5 +338,15 @@ def _all_or_none(makes: list[Callable[[], Any]], foreign: set[int]) -> list[Host
     return made
 
 
-def _as_host(env: Any, size: int = 1) -> HostEnv:
+def check_host(env: Any) -> None:
+    """Refuses environments in JAX."""
+    if not isinstance(env, HostEnv):
+        raise ValueError(
+            f"env: {env.name} is in JAX, and its compiled unrolls need no threads; use an on-policy or a "
+            "synchronous driver, or give env a factory of rl_trainers.envs.GymView"
+        )
+
+
+def as_host(env: Any, size: int = 1) -> HostEnv:
+    """``size`` environments, unless ``env`` is a batch of them already."""
     return env if isinstance(env, HostEnv) else make_host_env(env, size)

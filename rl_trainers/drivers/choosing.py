@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import gin
+import numpy as np
 
 from rl_trainers import trainer as trainer_lib
 from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.ray_workers import RayDriver
 from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.trainer import RLTrainer
 
@@ -42,6 +45,11 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
         raise ValueError(f"driver={driver!r}: {reason}")
     if name in _OWN_LOOP:
         return None
+    if driver == "ray" and not trainer.on_policy and trainer.bears_lag and hasattr(trainer, "explore"):
+        raise ValueError(
+            "driver='ray': workers act by the policy alone, and this trainer explores by a schedule; nearest "
+            "valid value: 'async'"
+        )
     made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
     try:
         if made.has_lag and trainer.why_not(name):
@@ -71,30 +79,35 @@ def _why_no_collector(trainer: RLTrainer) -> str:
 
 
 def _by_name(driver: str, trainer: RLTrainer) -> Callable:
-    """A driver with one environment in each batch, whose every learn batch is an epoch."""
+    """A driver whose every learn batch is an epoch; what gin files bind is left as they say."""
+    cls, count = (RayDriver, "num_workers") if driver == "ray" else (AsyncOffPolicyDriver, "num_envs")
     num_envs = trainer.task.env.num_envs
+    default = num_envs if driver == "async" else max(_divisors(num_envs, os.cpu_count() or 1))
+    n = _bound(cls, count) or default
+    if num_envs % n:
+        near = min(_divisors(num_envs, num_envs), key=lambda d: abs(d - n))
+        raise ValueError(
+            f"{cls.__name__}.{count}={n} must divide the task's num_envs={num_envs}; nearest valid value: {near}"
+        )
+    seed = trainer.task.seed
+    if trainer.current_epoch:  # another beginning after every restart
+        seed = int(np.random.SeedSequence([seed, trainer.current_epoch]).generate_state(1)[0])
     length = (trainer.n_interactions_per_epoch or 0) // num_envs
-    # Another beginning after every restart.
-    seed = (trainer.task.seed, trainer.current_epoch) if trainer.current_epoch else trainer.task.seed
-    return _filled(
-        AsyncOffPolicyDriver,
-        num_envs=num_envs,
-        env_batch_size=1,
-        learn_queue_cap=num_envs,
-        unroll_length=length,
-        seed=seed,
-    )
-
-
-def _filled(cls: Any, **defaults: Any) -> Callable:
-    """``cls`` with ``defaults`` for what no gin file binds."""
-    free = {}
-    for name, value in defaults.items():
-        try:
-            gin.query_parameter(f"{cls.__name__}.{name}")
-        except ValueError:
-            free[name] = value
+    defaults = {count: n, "env_batch_size": num_envs // n, "learn_queue_cap": n, "unroll_length": length}
+    free = {k: v for k, v in {**defaults, "seed": seed}.items() if _bound(cls, k) is None}
     return functools.partial(cls, **free)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0]
+
+
+def _bound(cls: Any, name: str) -> Any:
+    """What a gin file binds, or ``None``."""
+    try:
+        return gin.query_parameter(f"{cls.__name__}.{name}")
+    except ValueError:
+        return None
 
 
 def _check_rows(trainer: RLTrainer, driver: Any) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 from rl_trainers.drivers.metrics import StepMetric, standard_metrics
 from rl_trainers.rollout import NO_EPISODES, Episodes
 from rl_trainers.types import Rollout
-from rl_trainers.windows import Window
 
 Observer = Callable[[Rollout, np.ndarray], Any]
 """``(rollout [T, B], env_id i32 [B])``: host arrays, what the environments gave, reset rows with mask 0."""
@@ -91,20 +90,29 @@ class Driver:
             observer(rollout, env_id)
 
 
-def check_fits(algorithm: Any, env: Any) -> None:
-    """Refuses environments that the algorithm's models were not made for, and models that drivers cannot run.
-
-    Raises:
-        ValueError: says what does not fit.
-    """
-    task = algorithm.task
+def check_like(task: Any, env: Any) -> None:
+    """Refuses environments that are not like a task's."""
     for name in ("observation_space", "action_space"):
         if getattr(env, name) != getattr(task, name):
             raise ValueError(
                 f"env: {name} is {getattr(env, name)}, but {getattr(task, name)} in the task of the algorithm"
             )
-    if isinstance(algorithm.initial_policy_state(1), Window):
+
+
+def check_no_window(algorithm: Any) -> None:
+    """Refuses models that drivers cannot run."""
+    if algorithm.acting.has_window:
         raise ValueError(
             "algorithm: its model sees a window of the last rows, which unrolls of a driver do not "
             "carry; use a recurrent model, such as models.GRU"
         )
+
+
+def check_fits(algorithm: Any, env: Any) -> None:
+    """Both.
+
+    Raises:
+        ValueError: says what does not fit.
+    """
+    check_like(algorithm.task, env)
+    check_no_window(algorithm)
