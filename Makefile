@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
-TEST_EXTRAS := dev,atari,box2d,jax-envs,minari,mujoco
+TEST_EXTRAS := dev,atari,box2d,jax-envs,minari,mujoco,ray
 
 BIN := $(VENV)/bin
 VERSIONS := setup.py constraints.txt

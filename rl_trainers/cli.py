@@ -31,7 +31,7 @@ import optax
 from etils import epath
 
 import rl_trainers
-from rl_trainers import distributions, metrics, models
+from rl_trainers import distributions, drivers, metrics, models
 from rl_trainers.envs.native import is_jax_env
 from rl_trainers.together import NotOneProgramError, run_together
 from rl_trainers.trainer import parameters
@@ -110,7 +110,7 @@ def load(output_dir: str) -> rl_trainers.RLTrainer:
         raise FileNotFoundError(f"{output_dir} holds no {_CONFIG}; give the output_dir of a training run")
     gin.clear_config()
     gin.parse_config(config.read_text())
-    trainer = _bound("train", "trainer", rl_trainers.PPOJoint)(_task())
+    trainer = _bound("train", "trainer", rl_trainers.PPOJoint)(_task(), driver=None)
     if not trainer.restore(output_dir):
         raise FileNotFoundError(f"{output_dir} holds no complete checkpoint yet")
     return trainer
@@ -209,7 +209,8 @@ def _used() -> set[tuple[str, str]]:
                 ("/".join(filter(None, [scope, *r.scopes])), r.configurable.selector)
                 for r in _references(value)
             ]
-        for value in _defaults(target, bound):
+        driver = [drivers.BY_NAME[x] for x in [bound.get("driver")] if x in list(drivers.BY_NAME)]
+        for value in (*_defaults(target, bound), *driver):
             if id(value) in selectors:
                 todo.append((scope, selectors[id(value)]))
     return seen
@@ -309,6 +310,14 @@ def _parse_seeded(
     files: Sequence[str], bindings: Sequence[str], arguments: argparse.Namespace, own: str | None = None
 ) -> None:
     """:func:`parse`, where ``bindings`` may have a macro ``seed`` that the trainer takes too."""
+    for name in ("num_workers", "address"):
+        value = getattr(arguments, name, None)
+        if value is not None:
+            bindings = [*bindings, f"RayDriver.{name} = {value!r}"]
+    if getattr(arguments, "driver", None) is not None:
+        parse(files, bindings, True, own)
+        name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
+        bindings = [*bindings, f"{name}.driver = {arguments.driver!r}"]
     parse(files, bindings, arguments.allow_unused, own)
     if any(binding.startswith("seed = ") for binding in bindings):
         trainer_name = _bound("train", "trainer", rl_trainers.PPOJoint).__name__
@@ -523,6 +532,11 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep", action="append", default=[], help="a binding to a list of numbers to try; may be repeated"
     )
     sub.add_argument("--workers", type=int, default=1, help="of many runs on Python environments, at a time")
+    sub.add_argument(
+        "--driver", choices=("on_policy", "sync", "async", "ray"), help="who steps the environments"
+    )
+    sub.add_argument("--num_workers", type=int, help="of Ray")
+    sub.add_argument("--address", help="of a Ray cluster, such as auto; without it Ray starts here")
     sub.add_argument("--allow_unused", action="store_true", help="accept bindings without effect")
     sub.set_defaults(run=_train)
     sub = commands.add_parser("eval", help="evaluate a run's newest checkpoint")

@@ -1,7 +1,7 @@
 """Drivers: who steps the environments, who learns, and what stands between; no equations."""
 
 from rl_trainers.drivers.async_off_policy import AsyncDriver, AsyncOffPolicyDriver
-from rl_trainers.drivers.choosing import make
+from rl_trainers.drivers.choosing import BY_NAME, make
 from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.metrics import (
     AverageEpisodeLength,
@@ -23,6 +23,7 @@ from rl_trainers.drivers.replayers import (
 )
 
 __all__ = [
+    "BY_NAME",
     "AsyncDriver",
     "AsyncOffPolicyDriver",
     "AverageEpisodeLength",

@@ -18,7 +18,10 @@ from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.trainer import RLTrainer
 
 _OWN_LOOP = ("on_policy", "sync")
-_NAMES = (*_OWN_LOOP, "async", "ray")
+BY_NAME = {"async": AsyncOffPolicyDriver, "ray": RayDriver}
+"""The drivers that stand for a name."""
+
+_NAMES = (*_OWN_LOOP, *BY_NAME)
 
 
 def make(trainer: RLTrainer, driver: Any) -> Any:
@@ -80,14 +83,15 @@ def _why_no_collector(trainer: RLTrainer) -> str:
 
 def _by_name(driver: str, trainer: RLTrainer) -> Callable:
     """A driver whose every learn batch is an epoch; what gin files bind is left as they say."""
-    cls, count = (RayDriver, "num_workers") if driver == "ray" else (AsyncOffPolicyDriver, "num_envs")
+    cls, count = BY_NAME[driver], "num_workers" if driver == "ray" else "num_envs"
     num_envs = trainer.task.env.num_envs
     default = num_envs if driver == "async" else max(_divisors(num_envs, os.cpu_count() or 1))
     n = _bound(cls, count) or default
     if num_envs % n:
         near = min(_divisors(num_envs, num_envs), key=lambda d: abs(d - n))
         raise ValueError(
-            f"{cls.__name__}.{count}={n} must divide the task's num_envs={num_envs}; nearest valid value: {near}"
+            f"{cls.__name__}.{count}={n} must divide the task's num_envs={num_envs}; nearest valid value: "
+            f"{near}"
         )
     seed = trainer.task.seed
     if trainer.current_epoch:  # another beginning after every restart
