@@ -155,10 +155,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--num_envs", type=int, default=8, help="of each worker")
     parser.add_argument("--unroll_length", type=int, default=128)
+    parser.add_argument("--sleeping_unroll_length", type=int, default=16)
+    parser.add_argument("--envs", nargs="*", default=["CartPole-v1", "sleeps_5_ms"])
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     options = parser.parse_args()
     about = {"cpus": os.cpu_count(), "versions": {"jax": jax.__version__, "ray": ray.__version__}}
-    for name, env in [("CartPole-v1", "CartPole-v1"), ("sleeps_5_ms", Sleeping)]:
+    for name in options.envs:
+        env = {"sleeps_5_ms": Sleeping}.get(name, name)
+        if env is Sleeping:
+            options.unroll_length = options.sleeping_unroll_length
         trainer = make_trainer(env, options, options.num_envs)
         for n in options.workers:
             for trains in (False, True):
@@ -170,6 +175,7 @@ def main() -> None:
                 line |= {"load_1min": round(os.getloadavg()[0], 1), **about}
                 print(json.dumps(line), flush=True)
         trainer.task.close()
+    options.unroll_length = options.sleeping_unroll_length
     trainer = make_trainer(Sleeping, options, options.num_envs)
     print(json.dumps({"env": "sleeps_5_ms", "workers": 2, "killed": 1, **kill_one(trainer, options)}))
     trainer.task.close()

@@ -121,8 +121,7 @@ class Worker:
     def _begin(self) -> None:
         self._recipe = recipe = import_ray().get(self._recipe_ref[0])
         self._decide, self._one = load(recipe.policy), jax.device_put(np.float32(1.0))
-        env = recipe.make_env()
-        self._env = env if hasattr(env, "close") else None
+        self._env = env = recipe.make_env()
         check_host(env)
         check_like(recipe, env)
         if env.num_envs != recipe.num_envs:
@@ -198,6 +197,11 @@ class RayUnrolls:
         check_at_least(1, num_workers=num_workers, learn_queue_cap=learn_queue_cap)
         check_at_least(1, unroll_length=recipe.unroll_length)
         check_at_least(0, max_policy_lag=max_policy_lag, max_restarts=max_restarts, seed=seed)
+        for name in {"max_restarts", "max_task_retries"} & set(worker_options or {}):
+            raise ValueError(
+                f"worker_options: {name} would start environments anew without a word; leave it out, and use "
+                "the driver's max_restarts"
+            )
         self._ray = import_ray()
         self._n = num_workers
         self.num_envs, self._seed, self._max_restarts = recipe.num_envs, seed, max_restarts
@@ -294,7 +298,7 @@ class RayUnrolls:
         while len(unrolls) < self.learn_queue_cap:
             worker = self._next_finished()
             try:
-                rollout, episodes = self._fetch(worker)
+                rollout, episodes, policy = self._fetch(worker)
             except self._deaths as error:
                 self._replace(worker, error)
                 # A batch has no unrolls of before and after, which look as if they followed one another.
@@ -302,8 +306,9 @@ class RayUnrolls:
                 self.n_dropped += len(unrolls) - len(kept)
                 unrolls = kept
                 continue
-            unrolls += self._if_fresh(worker, rollout, episodes)
             self._ask(worker)
+            self._see(worker, rollout)
+            unrolls += self._if_fresh(worker, rollout, episodes, policy)
         self.lags.update(unroll.policy_lag for unroll in unrolls)
         return unrolls
 
@@ -367,8 +372,8 @@ class RayUnrolls:
                 *(_SAY_SECONDS, len(workers), self._options, self._ray.available_resources()),
             )
 
-    def _fetch(self, worker: _Handle) -> tuple[Rollout, Episodes]:
-        """What it was asked for and has finished; observed."""
+    def _fetch(self, worker: _Handle) -> tuple[Rollout, Episodes, _Policy]:
+        """What it was asked for and has finished, and with which policy."""
         try:
             rollout, episodes = self._ray.get(worker.rollout)
         except self._ray.exceptions.RayTaskError as error:
@@ -378,13 +383,17 @@ class RayUnrolls:
             raise self._error from None
         worker.n_deaths = 0
         rollout = rollout._replace(policy_version=np.int32(worker.policy.version))
+        return rollout, episodes, worker.policy
+
+    def _see(self, worker: _Handle, rollout: Rollout) -> None:
         self.n_finished += 1
         self._observe(rollout, self._env_id(worker.number))
-        return rollout, episodes
 
-    def _if_fresh(self, worker: _Handle, rollout: Rollout, episodes: Episodes) -> list[Unroll]:
+    def _if_fresh(
+        self, worker: _Handle, rollout: Rollout, episodes: Episodes, policy: _Policy
+    ) -> list[Unroll]:
         newest: Any = self._policy
-        lag = newest.number - worker.policy.number
+        lag = newest.number - policy.number
         if lag <= self.max_policy_lag:
             return [Unroll(worker.number, rollout, self._env_id(worker.number), lag, episodes)]
         self.n_dropped += 1
@@ -421,7 +430,7 @@ class RayUnrolls:
             finished, _ = ray.wait(rollouts, num_returns=len(rollouts), timeout=0)
             for worker in workers:
                 if worker.rollout in finished and self._error is None:
-                    self._fetch(worker)
+                    self._see(worker, self._fetch(worker)[0])
         except Exception:
             _log.exception("a worker or an observer failed after the last take()")
         finally:

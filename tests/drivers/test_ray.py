@@ -354,6 +354,7 @@ def test_it_starts_anew_after_a_stop_and_after_an_error(closing):
         ({"unroll_length": 0}, "unroll_length: must be at least 1, got 0"),
         ({"learn_queue_cap": 0}, "learn_queue_cap: must be at least 1, got 0"),
         ({"max_restarts": -1}, "max_restarts: must be at least 0, got -1"),
+        ({"worker_options": {"max_restarts": 1}}, "worker_options: max_restarts would start"),
         ({"exp_replayer": "uniformly"}, "nearest is 'uniform'"),
         ({"use_rollout_state": False}, "use_rollout_state: is False, but True"),
     ],
