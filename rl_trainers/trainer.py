@@ -678,9 +678,14 @@ class RLTrainer:
         n_slices = -(-data.steps.mask.shape[0] // length) * data.steps.mask.shape[1]
         size = min(batch_size or n_slices, n_slices)
         learner, learn = self._learner(length, size, n_passes * -(-n_slices // size), n_passes)
-        learner._epoch = self._epoch
+        # All supervised trainers have taken the same number of steps.
+        step = int(self.state.step) // len(self._trainers)
+        numbers = self.hparams()
+        for own, other in zip(self._trainers, learner._trainers, strict=True):
+            other.clip_grad_norm = own.clip_grad_norm
+            numbers[own.name] = other.hparams(step)
         seen = self._see_rollout(data)
-        self.state, metrics = learn(self.state, seen, learner.hparams())
+        self.state, metrics = learn(self.state, seen, numbers)
         if jax.tree.leaves(self.state.model_state):
             self.state = self.state._replace(model_state=self._gather(self.state, seen))
         return {name: float(value) for name, value in metrics.items()}

@@ -8,6 +8,7 @@ import shutil
 import flax.linen as nn
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -708,3 +709,33 @@ def test_an_overridden_stream_compiles_nothing_while_the_replay_fills_up():
 def test_evaluation_settings_are_sequences():
     with pytest.raises(TypeError, match=r"eval_temperatures=0.0 must be a sequence; nearest .*: \[0.0\]"):
         PPOJoint(RLTask("CartPole-v1"), eval_temperatures=0.0)
+
+
+def rows_for_training():
+    task = RLTask("CartPole-v1", num_envs=2, seed=1)
+    trainer = PPOJoint(task, **{**TINY, "lr_schedule": lambda step: jnp.where(step < 4, 0.1, 0.0)})
+    data, _ = task.collect(trainer.actor(), unroll_length=8)
+    return trainer, data
+
+
+def test_training_on_given_rows_follows_the_schedule():
+    trainer, data = rows_for_training()
+    before = []
+    for _ in range(3):
+        before.append(jax.tree.map(np.array, trainer.state.params))
+        trainer.train_on(data, n_passes=2)
+    changed = [
+        any((x != y).any() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        for a, b in zip(before, [*before[1:], trainer.state.params], strict=True)
+    ]
+    assert int(trainer.state.step) == 6
+    assert changed == [True, True, False]
+
+
+def test_training_on_given_rows_heeds_changed_numbers():
+    trainer, data = rows_for_training()
+    first = trainer.train_on(data)
+    trainer.entropy_coeff = 100.0
+    second = trainer.train_on(data)
+    assert second["entropy_loss"] == pytest.approx(100.0 * second["entropy"])
+    assert first["entropy_loss"] == pytest.approx(0.01 * first["entropy"])

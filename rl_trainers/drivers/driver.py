@@ -10,6 +10,7 @@ import numpy as np
 from rl_trainers.drivers.metrics import StepMetric, standard_metrics
 from rl_trainers.rollout import NO_EPISODES, Episodes
 from rl_trainers.types import Rollout
+from rl_trainers.windows import Window
 
 Observer = Callable[[Rollout, np.ndarray], Any]
 """``(rollout [T, B], env_id i32 [B])``: host arrays, what the environments gave, reset rows with mask 0."""
@@ -101,7 +102,7 @@ def check_like(task: Any, env: Any) -> None:
 
 def check_no_window(algorithm: Any) -> None:
     """Refuses models that drivers cannot run."""
-    if algorithm.acting.has_window:
+    if isinstance(algorithm.initial_policy_state(1), Window):
         raise ValueError(
             "algorithm: its model sees a window of the last rows, which unrolls of a driver do not "
             "carry; use a recurrent model, such as models.GRU"
