@@ -28,7 +28,7 @@ LAYERS = [
 RANKS = {module: rank for rank, modules in enumerate(LAYERS) for module in modules}
 MAX_BODY_LINES = 60
 MAX_ARGUMENTS = 8
-MAX_PACKAGE_LINES = 17000
+MAX_PACKAGE_LINES = 17500
 GLOBAL_RANDOMNESS = re.compile(
     r"np\.random\.(?!default_rng|Generator|SeedSequence|RandomState|PCG64)\w+\("
 )

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from rl_trainers import A2CJoint, PPOJoint, RLTask, advantages, models
+from rl_trainers import DDPG, SAC, A2CJoint, PPOJoint, RLTask, advantages, models
 from rl_trainers.distributions import create_distribution
-from rl_trainers.drivers import OnPolicyDriver, SyncOffPolicyDriver
-from rl_trainers.envs import probe_jax
+from rl_trainers.drivers import AsyncOffPolicyDriver, OnPolicyDriver, SyncOffPolicyDriver
+from rl_trainers.envs import probe, probe_jax
 
 LINEAR = functools.partial(models.PolicyAndValue, body=None)
 LSTM = functools.partial(models.LSTM, hidden_size=4)
@@ -95,6 +95,52 @@ def ppo_rnn(seed):
     return first_rewards(trainer, 4)[-1].mean()
 
 
+def off_policy(algorithm, seed, **settings):
+    """500 times 4 rows of 128 environments, and an optimizer step on 256 of their decisions."""
+    env = probe_jax.fixed_length_policy(12, continuous=True)
+    small = functools.partial(models.MLP, layer_widths=(16, 16))
+    trainer = algorithm(
+        RLTask(env, num_envs=128, seed=seed, gamma=1.0),
+        n_interactions_per_epoch=4 * 128,
+        initial_collect_steps=5 * 12 * 128,
+        batch_size=256,
+        train_steps_per_epoch=1,
+        policy_body=small,
+        value_body=small,
+        seed=seed,
+        driver="sync",
+        **settings,
+    )
+    trainer.run(15 + 500)
+    return trainer.evaluate(128).returns.mean() / 11
+
+
+def sac(seed):
+    settings = {"policy_lr_schedule": 5e-3, "value_lr_schedule": 5e-3, "temperature_lr_schedule": 0.1}
+    return off_policy(SAC, seed, **settings)
+
+
+def ddpg(seed):
+    return off_policy(DDPG, seed, policy_lr_schedule=5e-3, value_lr_schedule=0.1)
+
+
+def ppo_rnn_async(seed):
+    env = functools.partial(probe.FixedLengthMemory, 5, 3, continuous=True)
+    settings = {"network": RECURRENT, "lr_schedule": 1e-3, "max_slice_length": 8}
+    trainer = made(PPOJoint, [env] * 128, 128, seed, distribution=GAUSSIAN, **settings)
+    driver = AsyncOffPolicyDriver(
+        algorithm=trainer, num_envs=1, unroll_length=8, use_rollout_state=True, seed=seed
+    )
+    driver.start()
+    try:
+        for _ in range(1000):
+            driver.run_async()
+            driver.train(mini_batch_length=8)
+    finally:
+        driver.close()
+    return first_rewards(trainer, 4)[-1].mean()
+
+
 THRESHOLDS = [
     (actor_critic_policy, 1, 0.01),
     (actor_critic_continuous, 1, 0.05),
@@ -102,6 +148,9 @@ THRESHOLDS = [
     (actor_critic_value, 12, 0.1),
     (ppo_policy, 1, 0.1),
     (ppo_rnn, 1, 0.2),
+    (ppo_rnn_async, 1, 0.2),
+    (sac, 1, 0.2),
+    (ddpg, 1, 0.2),
 ]
 
 
