@@ -40,7 +40,7 @@ EXTRAS_REQUIRE = {
     "trax": ["trax==1.4.1", "tf-keras>=2.20,<2.21"],
     "minari": ["minari[hdf5]>=0.5.3,<0.6"],
     # jax.export writes with flatbuffers.
-    "ray": ["ray>=2.50,<3", "flatbuffers>=25,<26"],
+    "ray": ["ray[client]>=2.50,<3", "flatbuffers>=25,<26"],
     "bench": ["stable-baselines3>=2.7,<3"],
     "notebook": ["gymnasium[classic-control]", "ipykernel>=6.29,<8"],
     "dev": [

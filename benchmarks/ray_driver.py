@@ -86,8 +86,10 @@ def learn(driver: RayDriver, trainer: PPOJoint, trains: bool) -> float:
     return time.perf_counter() - begin
 
 
-def make_driver(trainer: PPOJoint, n: int, options: argparse.Namespace) -> RayDriver:
-    return RayDriver(algorithm=trainer, num_workers=n, unroll_length=options.unroll_length, learn_queue_cap=n)
+def make_driver(trainer: PPOJoint, n: int, options: argparse.Namespace, cap: int = 0) -> RayDriver:
+    return RayDriver(
+        algorithm=trainer, num_workers=n, unroll_length=options.unroll_length, learn_queue_cap=cap or n
+    )
 
 
 def measure(trainer: PPOJoint, n: int, options: argparse.Namespace, trains: bool) -> dict[str, Any]:
@@ -120,31 +122,30 @@ def measure(trainer: PPOJoint, n: int, options: argparse.Namespace, trains: bool
 
 def kill_one(trainer: PPOJoint, options: argparse.Namespace) -> dict[str, Any]:
     """Kills a worker of two in the middle of the run."""
-    driver = make_driver(trainer, 2, options)
+    driver = make_driver(trainer, 2, options, 1)
     driver.start()
     try:
-        killed, waits, pids = 0.0, [], {}
-        unrolls = driver.unrolls
-        end = time.perf_counter() + options.seconds
-        while time.perf_counter() < end or not unrolls.n_restarts or len(set(pids.values())) < 2:
+        pids: dict[int, int] = {}
+        victim, killed_at, again, waits = 0, 0.0, 0.0, [0.0]
+        while not again or time.perf_counter() < killed_at + options.seconds:
             begin = time.perf_counter()
             rollout, env_id = driver.collect()
-            waits.append(time.perf_counter() - begin)
+            now = time.perf_counter()
             process = np.round(rollout.steps.observation[0, :, 0] * 2**24).astype(int)
             pids.update(zip(env_id.tolist(), process.tolist(), strict=True))
-            if len(set(pids.values())) == 2 and not killed:
-                killed, victim = time.perf_counter(), pids[0]
+            if killed_at:
+                waits.append(now - begin)
+                again = again or (now - killed_at) * (pids[0] != victim)
+            elif len(set(pids.values())) == 2:
+                victim, killed_at = pids[0], now
                 os.kill(victim, signal.SIGKILL)
-            if killed and pids[0] != victim and "again_s" not in pids:
-                pids["again_s"] = round(time.perf_counter() - killed, 1)
-            if "again_s" in pids and time.perf_counter() >= end:
-                break
+        unrolls = driver.unrolls
         return {
             "restarts": unrolls.n_restarts,
-            "batches": len(waits),
-            "longest_wait_s": round(max(waits[5:]), 2),
-            "new_worker_after_s": pids["again_s"],
+            "longest_wait_s": round(max(waits), 2),
+            "new_worker_after_s": round(again, 1),
             "dropped": unrolls.n_dropped,
+            "load_1min": round(os.getloadavg()[0], 1),
         }
     finally:
         driver.stop()

@@ -425,3 +425,27 @@ def test_a_local_ray_leaves_no_process_behind(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.stdout == "0\n", done.stderr
     assert len(closed.read_text().splitlines()) == 2
+
+
+CLUSTER = """
+from ray.cluster_utils import Cluster
+from tests.drivers.test_ray import Clock, RayDriver, Watch, ray, trainer_of
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1)
+watch = Watch()
+driver = RayDriver(algorithm=trainer_of(Clock), num_workers=2, address=cluster.address, observers=[watch])
+driver.start()
+while len(watch.rows) < 4:
+    driver.run_async()
+nodes = len(ray.nodes())
+driver.close()
+print(nodes, len(watch.lives()), ray.is_initialized())
+cluster.shutdown()
+"""
+
+
+def test_it_connects_to_a_cluster_of_two_nodes():
+    command = [sys.executable, "-c", CLUSTER]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.stdout == "2 4 False\n", done.stderr
