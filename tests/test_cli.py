@@ -512,3 +512,34 @@ def test_settings_that_are_not_one_program_train_in_processes(config, tmp_path, 
     assert cli.main(["train", *arguments, "--sweep", "PPOJoint.batch_size = [32, 64]"]) == 0
     for name in ("batch_size_32-seed_0", "batch_size_64-seed_0"):
         assert len(lines(tmp_path / name)) == 2
+
+
+def test_a_driver_steps_the_environments(config, tmp_path, capsys):
+    directory = tmp_path / "run"
+    arguments = ["train", "--config_file", config, "--output_dir", str(directory), "--driver", "async"]
+    bindings = ["train.progress = False", "AsyncOffPolicyDriver.max_policy_lag = 5"]
+    for binding in bindings:
+        arguments += ["--config", binding]
+    assert cli.main(arguments) == 0
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert all(line["most_policy_lag"] <= 5 for line in lines)
+    text = (directory / "config.gin").read_text()
+    assert "PPOJoint.driver = 'async'" in text and "AsyncOffPolicyDriver.max_policy_lag = 5" in text
+    gin.clear_config()
+    assert cli.main(["train", "--output_dir", str(directory), "--config", "train.n_epochs = 3"]) == 0
+    gin.clear_config()
+    assert cli.main(["eval", str(directory), "--n_episodes", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["epoch"] == 3
+
+
+def test_settings_of_a_driver_that_is_not_used_are_refused(config, tmp_path, capsys):
+    arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path / "run")]
+    assert cli.main([*arguments, "--config", "AsyncOffPolicyDriver.max_policy_lag = 5"]) == 2
+    assert "this run would not use: AsyncOffPolicyDriver.max_policy_lag" in capsys.readouterr().err
+    gin.clear_config()
+    assert cli.main([*arguments, "--num_workers", "2"]) == 2
+    assert "RayDriver.num_workers" in capsys.readouterr().err
+    gin.clear_config()
+    assert cli.main([*arguments, "--driver", "on_policy"]) == 2
+    assert "it takes one optimizer step on all rows of each unroll" in capsys.readouterr().err

@@ -449,3 +449,35 @@ def test_it_connects_to_a_cluster_of_two_nodes():
     command = [sys.executable, "-c", CLUSTER]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.stdout == "2 4 False\n", done.stderr
+
+
+def test_a_trainer_learns_from_workers(tmp_path):
+    body = functools.partial(models.MLP, layer_widths=(8,))
+    shape = {"env_batch_size": 2, "learn_queue_cap": 2, "unroll_length": 32}
+    trainer = PPOJoint(
+        RLTask("CartPole-v1", num_envs=4, seed=1),
+        joint_model=functools.partial(models.PolicyAndValue, body=body),
+        n_interactions_per_epoch=128,
+        driver=functools.partial(RayDriver, num_workers=2, **shape),
+        output_dir=str(tmp_path),
+    )
+    records = []
+    trainer.on_epoch = records.append
+    try:
+        trainer.run(3)
+    finally:
+        trainer.close()
+    assert [record["epoch"] for record in records] == [1, 2, 3]
+    assert records[-1]["env_steps"] > 300 and records[-1]["n_trajectories"] > 0
+    assert max(record["most_policy_lag"] for record in records) <= 8
+
+
+def test_the_command_line_starts_workers(tmp_path):
+    command = [sys.executable, "-m", "rl_trainers.cli", "train", "--output_dir", str(tmp_path / "run")]
+    command += ["--config_file", str(ROOT / "configs" / "ppo_joint_cartpole.gin")]
+    command += ["--config", "train.n_epochs = 3", "--driver", "ray", "--num_workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and '"most_policy_lag"' in lines[-1]
+    assert "RayDriver.num_workers = 2" in (tmp_path / "run" / "config.gin").read_text()
