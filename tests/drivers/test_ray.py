@@ -422,6 +422,7 @@ print(len(descendants()))
 def test_a_local_ray_leaves_no_process_behind(tmp_path):
     closed = tmp_path / "closed"
     command = [sys.executable, "-c", SCRIPT, str(closed)]
+    ray.shutdown()  # one at a time: on a busy machine a second one may not start in time
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.stdout == "0\n", done.stderr
     assert len(closed.read_text().splitlines()) == 2
@@ -447,6 +448,7 @@ cluster.shutdown()
 
 def test_it_connects_to_a_cluster_of_two_nodes():
     command = [sys.executable, "-c", CLUSTER]
+    ray.shutdown()  # one at a time: on a busy machine a second one may not start in time
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.stdout == "2 4 False\n", done.stderr
 
