@@ -16,7 +16,8 @@ test: check
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
 
 slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "slow and not trax" -n $(WORKERS)
+	$(BIN)/python -m pytest -m "slow and not trax and not ray" -n $(WORKERS)
+	$(BIN)/python -m pytest -m ray
 
 # Trax brings TensorFlow, so it has an environment of its own.
 trax:

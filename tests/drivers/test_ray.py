@@ -20,7 +20,7 @@ from rl_trainers.envs import EnvError
 from rl_trainers.rollout import initial_actor, unroll_host
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 ROOT = pathlib.Path(__file__).parents[2]
 
