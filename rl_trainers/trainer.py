@@ -570,15 +570,15 @@ class RLTrainer:
         if self.offline:
             data = self._stored()
             return data, None if self._epoch else data, rollout.NO_EPISODES
+        if self._driver is not None:
+            return self._store(*self._drive())
         window = None
         if self.acting.has_window:
             window = self.acting.begin(self.task.actor.policy_state)
             self.task.actor = self.task.actor._replace(policy_state=window)
-        if self._driver is not None:
-            return self._store(*self._drive())
-        act = self.acting.actor(self.state, self.collect_temperature)
-        if self._driver_name is not None:
-            act = self.acting.snapshot(self.state, self.collect_temperature)
+        # One call for the distributions of all rows is faster; each row's own is what other drivers record.
+        acting = self.acting.actor if self._driver_name is None else self.acting.snapshot
+        act = acting(self.state, self.collect_temperature)
         if self.n_interactions_per_epoch is not None:
             unroll_length = self.n_interactions_per_epoch // self.task.env.num_envs
             data, episodes = self.task.collect(act, unroll_length=unroll_length)
