@@ -12,7 +12,8 @@ import gin
 import numpy as np
 
 from rl_trainers import trainer as trainer_lib
-from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.async_off_policy import AsyncDriver, AsyncOffPolicyDriver
+from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.ray_workers import RayDriver
 from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.trainer import RLTrainer
@@ -55,11 +56,17 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
         )
     made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
     try:
+        if not isinstance(made, AsyncDriver):
+            raise ValueError(
+                f"driver={driver!r} makes a {type(made).__name__}, which does not collect beside the trainer "
+                "as AsyncOffPolicyDriver and RayDriver do; nearest valid value: 'sync'"
+            )
         if made.has_lag and trainer.why_not(name):
             raise ValueError(f"driver={driver!r}: {trainer.why_not(name)}")
         _check_rows(trainer, made)
     except ValueError:
-        made.close()
+        if isinstance(made, Driver):
+            made.close()
         raise
     return made
 

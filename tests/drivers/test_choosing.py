@@ -20,7 +20,7 @@ from rl_trainers import (
     advantages,
     models,
 )
-from rl_trainers.drivers import AsyncOffPolicyDriver
+from rl_trainers.drivers import AsyncOffPolicyDriver, SyncOffPolicyDriver
 from rl_trainers.envs import probe, probe_jax
 
 LOCK_STEP = functools.partial(
@@ -153,6 +153,11 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
     "make, message",
     [
         (lambda: joint(driver="asynch"), "driver='asynch' is none of .*; nearest valid value: 'async'"),
+        (
+            lambda: joint(driver=SyncOffPolicyDriver),
+            "makes a SyncOffPolicyDriver.*; nearest valid value: 'sync'",
+        ),
+        (lambda: joint(driver=lambda algorithm: None), "makes a NoneType"),
         (lambda: joint(A2CJoint, driver="async"), "A2CJoint takes all rows for those of the newest policy"),
         (lambda: PolicyGradient(task(), driver="async"), "epochs are counted in trajectories"),
         (
