@@ -284,6 +284,8 @@ class Iteration:
         actor, data, endings = rollout.unroll_scan(
             self._env, act, actor, self._unroll_length, self._to_env
         )
+        if not trainer.use_rollout_state:  # which the replay does not keep either
+            data = data._replace(steps=data.steps._replace(policy_state=()))
         seen = trained = trainer._see_rollout(data._replace(policy_version=state.step))
         if not trainer.on_policy:
             kept = keep(kept, data, hparams["epoch"], self._n_replay_epochs)

@@ -244,6 +244,18 @@ def test_on_jax_environments_too_what_was_said_is_said_again(body):
     assert trainer.evaluate(4).lengths.tolist() == [3] * 4
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_replay_of_jax_environments_keeps_states_only_where_they_are_used(stored):
+    trainer = joint(
+        probe_jax.counting(3), 2, AWRJoint, rows=16, n_replay_epochs=2, use_rollout_state=stored
+    )
+    trainer.run(3)
+    assert trainer.compiles_epochs
+    kept = trainer._iteration.kept.rollout.steps
+    assert [x.shape for x in jax.tree.leaves(kept.policy_state)] == [(32, 2, 8)] * stored
+    assert kept.mask.sum() == 48  # three rows in four are decisions
+
+
 def test_slices_of_single_rows_are_refused():
     with pytest.raises(ValueError, match=r"max_slice_length=1: .* nearest valid value: 2"):
         joint(max_slice_length=1)
