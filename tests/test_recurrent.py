@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl_trainers import A2C, AWR, DQN, AWRJoint, PPOJoint, RLTask, models, rollout, types
+from rl_trainers import A2C, AWR, DQN, AWRJoint, PPOJoint, RLTask, SamplingAWR, models, rollout, types
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs import probe, probe_jax
 from rl_trainers.trajectory import Trajectory
@@ -222,6 +222,30 @@ def test_a_recurrent_policy_beside_a_value_of_single_rows():
     trainer = AWR(task, policy_model=policy, max_slice_length=4, n_interactions_per_epoch=48)
     trainer.run(1)
     assert trainer.is_recurrent
+
+
+@pytest.mark.parametrize("n_shared_layers", [0, 1])
+def test_a_recurrent_value_of_actions_has_the_state_that_the_rows_leave(n_shared_layers):
+    task = RLTask(ENVS, num_envs=3, seed=1)
+    trainer = SamplingAWR(
+        task,
+        policy_model=functools.partial(models.Policy, body=gru()),
+        value_model=functools.partial(models.Value, body=gru()),
+        n_shared_layers=n_shared_layers,
+        n_interactions_per_epoch=48,
+        max_slice_length=4,
+        value_train_steps_per_epoch=1,
+        policy_train_steps_per_epoch=1,
+    )
+    params, model_state = jax.tree.map(np.array, (trainer.state.params, trainer.state.model_state))
+    trainer.run(1)
+    steps = task.replayed().steps
+    part = "shared" if n_shared_layers else "value"
+    (h,) = jax.tree.leaves(steps.policy_state[part])
+    own = params[part]["cell"] if n_shared_layers else params[part]["body"]["cell"]
+    state = nn.GRUCell(8).apply({"params": own}, np.zeros((3, 8), np.float32), steps.observation[0])[0]
+    np.testing.assert_array_equal(h[0], 0)
+    np.testing.assert_allclose(h[1], state, atol=1e-6)
 
 
 @pytest.mark.parametrize("body", [gru(), lstm()])
