@@ -114,11 +114,13 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _bound(cls: Any, name: str) -> Any:
-    """What a gin file binds, or ``None``."""
+    """What a gin file binds, or ``None``; the value that a macro stands for."""
     try:
-        return gin.query_parameter(f"{cls.__name__}.{name}")
+        value = gin.query_parameter(f"{cls.__name__}.{name}")
     except ValueError:
         return None
+    is_macro = isinstance(value, gin.config.ConfigurableReference) and value.evaluate
+    return value.scoped_configurable_fn() if is_macro else value
 
 
 def _check_rows(trainer: RLTrainer, driver: Any) -> None:

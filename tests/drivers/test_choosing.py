@@ -2,6 +2,7 @@
 
 import functools
 
+import gin
 import gymnasium as gym
 import jax
 import numpy as np
@@ -181,6 +182,16 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
 def test_what_makes_no_sense_is_refused_with_the_reason(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_macro_may_stand_for_a_count():
+    gin.parse_config(["n = 2", "AsyncOffPolicyDriver.num_envs = %n"])
+    try:
+        made = joint(driver="async")
+    finally:
+        gin.clear_config()
+    made.close()
+    assert [env.num_envs for env in made._driver._envs] == [3, 3]
 
 
 class Fails(gym.Wrapper):
