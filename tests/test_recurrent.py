@@ -8,7 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from rl_trainers import A2C, AWR, DQN, AWRJoint, PPOJoint, RLTask, SamplingAWR, models, rollout, types
+from rl_trainers import (
+    A2C,
+    AWR,
+    DQN,
+    AWRJoint,
+    PPOJoint,
+    RLTask,
+    SamplingAWR,
+    iteration,
+    models,
+    rollout,
+    types,
+)
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs import probe, probe_jax
 from rl_trainers.trajectory import Trajectory
@@ -278,6 +290,25 @@ def test_the_replay_of_jax_environments_keeps_states_only_where_they_are_used(st
     kept = trainer._iteration.kept.rollout.steps
     assert [x.shape for x in jax.tree.leaves(kept.policy_state)] == [(32, 2, 8)] * stored
     assert kept.mask.sum() == 48  # three rows in four are decisions
+
+
+def test_rows_that_were_kept_are_said_again_behind_those_that_are_too_old():
+    env = functools.partial(probe_jax.counting, 9)
+    trainer = joint(env(), 2, AWRJoint, rows=16, n_replay_epochs=2, initial=12, lr_schedule=0.0)
+    trainer.run(4)
+    kept = jax.tree.map(np.array, trainer._iteration.kept.rollout)
+    n_old = len(kept.steps.mask) - 32
+    assert n_old > 40 and not kept.steps.mask[:n_old].any()
+    rows = jax.jit(iteration.oldest_first)(kept)
+    # Episodes have nine decisions and a reset row; 59 random rows came before, the last of the sixth episode.
+    t = np.arange(59 + 32, 59 + 65) % 10
+    np.testing.assert_array_equal(rows.steps.mask[:32, 0], t[:32] < 9)
+    np.testing.assert_array_equal(rows.steps.observation[:33, 0, 2], t)
+    assert not rows.steps.mask[32:].any()
+    seen = trainer._see_rollout(jax.tree.map(np.array, rows))
+    said = trainer.acting.dist_inputs(trainer.state.params, {}, seen.steps.observation)
+    decided = kept.steps.mask[n_old:] > 0
+    np.testing.assert_allclose(said[:32][decided], kept.steps.dist_inputs[n_old:][decided], atol=1e-6)
 
 
 def test_slices_of_single_rows_are_refused():
