@@ -372,7 +372,7 @@ class OffPolicyTrainer(RLTrainer):
 
     def why_not(self, driver: str) -> str:
         """See :class:`rl_trainers.trainer.RLTrainer`."""
-        if driver == "async" and self._frames.depth > 1:
+        if driver in ("async", "lock_step") and self._frames.depth > 1:
             return (
                 f"num_stacked_frames={self._frames.depth}: frames are stored once and stacked again, for "
                 "which rows must follow one another; nearest valid value: 'sync'"

@@ -61,8 +61,9 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
                 f"driver={driver!r} makes a {type(made).__name__}, which does not collect beside the trainer "
                 "as AsyncOffPolicyDriver and RayDriver do; nearest valid value: 'sync'"
             )
-        if made.has_lag and trainer.why_not(name):
-            raise ValueError(f"driver={driver!r}: {trainer.why_not(name)}")
+        reason = trainer.why_not(name if made.has_lag else "lock_step")
+        if reason:
+            raise ValueError(f"driver={driver!r}: {reason}")
         _check_rows(trainer, made)
     except ValueError:
         if isinstance(made, Driver):

@@ -160,6 +160,11 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
         ),
         (lambda: joint(driver=lambda algorithm: None), "makes a NoneType"),
         (lambda: joint(A2CJoint, driver="async"), "A2CJoint takes all rows for those of the newest policy"),
+        (lambda: DQN(task(num_stacked_frames=2), driver="async"), "num_stacked_frames=2: .* 'sync'"),
+        (
+            lambda: DQN(task(num_stacked_frames=2), n_interactions_per_epoch=96, driver=LOCK_STEP),
+            "num_stacked_frames=2: .* 'sync'",
+        ),
         (lambda: PolicyGradient(task(), driver="async"), "epochs are counted in trajectories"),
         (
             lambda: joint(task=RLTask(probe_jax.counting(3), num_envs=6), driver="async"),
