@@ -438,6 +438,9 @@ def _train_member(arguments: argparse.Namespace, member: Member) -> None:
     bindings = [*arguments.config, *member.bindings, "train.progress = False"]
     command += [word for binding in bindings for word in ("--config", binding)]
     command += ["--allow_unused"] * arguments.allow_unused
+    for name in ("driver", "num_workers", "address"):
+        value = getattr(arguments, name)
+        command += [] if value is None else [f"--{name}", str(value)]
     environment = dict(os.environ)
     if arguments.workers > 1:
         environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"

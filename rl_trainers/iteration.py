@@ -155,6 +155,23 @@ def keep(kept: Kept, data: Rollout, epoch: Any, n_replay_epochs: int) -> Kept:
     return Kept(Rollout(steps, data.last_observation, kept.rollout.policy_version), epochs)
 
 
+def oldest_first(rollout: Rollout) -> Rollout:
+    """Puts rows in front that hold nothing, or are too old, behind the others; traced.
+
+    The state of a recurrent model is recorded for the row that comes first, and would otherwise be that of a
+    first row after those.
+
+    Args:
+        rollout: ``[C, B]`` of :class:`Kept`.
+    """
+    n_rows = len(rollout.steps.mask)
+    start = jnp.argmax(jnp.any(rollout.steps.mask > 0, axis=1))
+    steps = jax.tree.map(lambda x: jnp.roll(x, -start, axis=0), rollout.steps)
+    pair = steps.observation, rollout.last_observation
+    observation = jax.tree.map(lambda x, last: x.at[n_rows - start].set(last, mode="drop"), *pair)
+    return rollout._replace(steps=steps._replace(observation=observation))
+
+
 def resized(kept: Kept, capacity: int) -> Kept:
     """The newest ``capacity`` rows of host arrays, or empty ones in front of all of them."""
     n_new = max(0, capacity - len(kept.epoch))
@@ -284,10 +301,13 @@ class Iteration:
         actor, data, endings = rollout.unroll_scan(
             self._env, act, actor, self._unroll_length, self._to_env
         )
+        if not trainer.use_rollout_state:  # which the replay does not keep either
+            data = data._replace(steps=data.steps._replace(policy_state=()))
         seen = trained = trainer._see_rollout(data._replace(policy_version=state.step))
         if not trainer.on_policy:
             kept = keep(kept, data, hparams["epoch"], self._n_replay_epochs)
-            trained = trainer._see_rollout(kept.rollout)
+            rows = oldest_first(kept.rollout) if trainer.is_recurrent else kept.rollout
+            trained = trainer._see_rollout(rows)
         state, metrics = trainer.learn(state, trained, hparams)
         state = state._replace(model_state=self._gather(state, seen, trained, hparams["epoch"]))
         counts = report(metrics, data.steps, endings, trainer.task.max_steps)

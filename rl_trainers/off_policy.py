@@ -344,9 +344,12 @@ class OffPolicyTrainer(RLTrainer):
         """The present policy as it explores, with parameters of its own; for drivers.
 
         Args:
-            temperature: that of collecting counts.
-            epsilon: the next epoch's mean share of random actions counts.
+            temperature: with any other than 1 nothing is explored, see
+                :meth:`rl_trainers.trainer.RLTrainer.actor`.
+            epsilon: likewise, with any; ``None``: the share of random actions is the next epoch's mean.
         """
+        if temperature != 1.0 or epsilon is not None:
+            return super().actor(temperature, epsilon)
         params, model_state = jax.tree.map(jnp.copy, (self.state.params, self.state.model_state))
         rate = jnp.float32(self.exploration_rates().mean())
 
@@ -356,9 +359,20 @@ class OffPolicyTrainer(RLTrainer):
 
         return act
 
+    def train_on(self, data: Rollout, *arguments: Any, **settings: Any) -> dict[str, float]:
+        """Not for these trainers, which draw steps one by one while target parameters follow.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} draws its own batches from a replay of its own, and is not trained on "
+            "rows that it is given; make it with driver='async', or run it alone"
+        )
+
     def why_not(self, driver: str) -> str:
         """See :class:`rl_trainers.trainer.RLTrainer`."""
-        if driver == "async" and self._frames.depth > 1:
+        if driver in ("async", "lock_step") and self._frames.depth > 1:
             return (
                 f"num_stacked_frames={self._frames.depth}: frames are stored once and stacked again, for "
                 "which rows must follow one another; nearest valid value: 'sync'"

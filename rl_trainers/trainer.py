@@ -392,7 +392,8 @@ class RLTrainer:
         """Why a driver makes no sense for this trainer; empty if it does.
 
         Args:
-            driver: ``'on_policy'``, ``'sync'`` or ``'async'``, of which ``'ray'`` is one too.
+            driver: ``'on_policy'``, ``'sync'`` or ``'async'``, of which ``'ray'`` is one too, or
+                ``'lock_step'``, one whose rows are those of the newest policy.
         """
         name = type(self).__name__
         if driver == "on_policy":

@@ -478,8 +478,26 @@ def check_many(directory, names, capsys):
 
 def test_many_seeds_on_python_environments(config, tmp_path, capsys):
     arguments = ["--config_file", str(config), "--output_dir", str(tmp_path), "--n_seeds", "2"]
-    assert cli.main(["train", *arguments, "--workers", "2"]) == 0
+    assert cli.main(["train", *arguments, "--workers", "2", "--driver", "async"]) == 0
     check_many(tmp_path, ["seed_0", "seed_1"], capsys)
+    for name in ("seed_0", "seed_1"):  # the processes are told who steps the environments
+        assert all("policy_lag" in line for line in lines(tmp_path / name))
+
+
+def test_processes_of_many_seeds_are_told_of_workers(config, tmp_path, monkeypatch):
+    commands = []
+
+    def note(command, **settings):
+        commands.append(cli._parser().parse_args(command[3:]))
+        return subprocess.CompletedProcess(command, 0)
+
+    arguments = cli._parser().parse_args(
+        ["train", "--output_dir", str(tmp_path), "--driver", "ray", "--num_workers", "3", "--address", "auto"]
+    )
+    monkeypatch.setattr(cli.subprocess, "run", note)
+    cli._train_member(arguments, cli.Member("seed_4", [], 4))
+    (told,) = commands
+    assert (told.driver, told.num_workers, told.address, told.seed) == ("ray", 3, "auto", 4)
 
 
 def test_many_settings_on_jax_environments(config, tmp_path, capsys):

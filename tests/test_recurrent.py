@@ -8,7 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from rl_trainers import A2C, AWR, DQN, AWRJoint, PPOJoint, RLTask, models, rollout, types
+from rl_trainers import (
+    A2C,
+    AWR,
+    DQN,
+    AWRJoint,
+    PPOJoint,
+    RLTask,
+    SamplingAWR,
+    iteration,
+    models,
+    rollout,
+    types,
+)
 from rl_trainers.distributions import create_distribution
 from rl_trainers.envs import probe, probe_jax
 from rl_trainers.trajectory import Trajectory
@@ -224,6 +236,30 @@ def test_a_recurrent_policy_beside_a_value_of_single_rows():
     assert trainer.is_recurrent
 
 
+@pytest.mark.parametrize("n_shared_layers", [0, 1])
+def test_a_recurrent_value_of_actions_has_the_state_that_the_rows_leave(n_shared_layers):
+    task = RLTask(ENVS, num_envs=3, seed=1)
+    trainer = SamplingAWR(
+        task,
+        policy_model=functools.partial(models.Policy, body=gru()),
+        value_model=functools.partial(models.Value, body=gru()),
+        n_shared_layers=n_shared_layers,
+        n_interactions_per_epoch=48,
+        max_slice_length=4,
+        value_train_steps_per_epoch=1,
+        policy_train_steps_per_epoch=1,
+    )
+    params, model_state = jax.tree.map(np.array, (trainer.state.params, trainer.state.model_state))
+    trainer.run(1)
+    steps = task.replayed().steps
+    part = "shared" if n_shared_layers else "value"
+    (h,) = jax.tree.leaves(steps.policy_state[part])
+    own = params[part]["cell"] if n_shared_layers else params[part]["body"]["cell"]
+    state = nn.GRUCell(8).apply({"params": own}, np.zeros((3, 8), np.float32), steps.observation[0])[0]
+    np.testing.assert_array_equal(h[0], 0)
+    np.testing.assert_allclose(h[1], state, atol=1e-6)
+
+
 @pytest.mark.parametrize("body", [gru(), lstm()])
 def test_on_jax_environments_too_what_was_said_is_said_again(body):
     trainer = joint(probe_jax.counting(3), 2, body=body, rows=16)
@@ -242,6 +278,37 @@ def test_on_jax_environments_too_what_was_said_is_said_again(body):
     assert kept.sum() == 24
     np.testing.assert_allclose(dist_inputs[kept], batch.dist_inputs[kept], atol=1e-6)
     assert trainer.evaluate(4).lengths.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_replay_of_jax_environments_keeps_states_only_where_they_are_used(stored):
+    trainer = joint(
+        probe_jax.counting(3), 2, AWRJoint, rows=16, n_replay_epochs=2, use_rollout_state=stored
+    )
+    trainer.run(3)
+    assert trainer.compiles_epochs
+    kept = trainer._iteration.kept.rollout.steps
+    assert [x.shape for x in jax.tree.leaves(kept.policy_state)] == [(32, 2, 8)] * stored
+    assert kept.mask.sum() == 48  # three rows in four are decisions
+
+
+def test_rows_that_were_kept_are_said_again_behind_those_that_are_too_old():
+    env = functools.partial(probe_jax.counting, 9)
+    trainer = joint(env(), 2, AWRJoint, rows=16, n_replay_epochs=2, initial=12, lr_schedule=0.0)
+    trainer.run(4)
+    kept = jax.tree.map(np.array, trainer._iteration.kept.rollout)
+    n_old = len(kept.steps.mask) - 32
+    assert n_old > 40 and not kept.steps.mask[:n_old].any()
+    rows = jax.jit(iteration.oldest_first)(kept)
+    # Episodes have nine decisions and a reset row; 59 random rows came before, the last of the sixth episode.
+    t = np.arange(59 + 32, 59 + 65) % 10
+    np.testing.assert_array_equal(rows.steps.mask[:32, 0], t[:32] < 9)
+    np.testing.assert_array_equal(rows.steps.observation[:33, 0, 2], t)
+    assert not rows.steps.mask[32:].any()
+    seen = trainer._see_rollout(jax.tree.map(np.array, rows))
+    said = trainer.acting.dist_inputs(trainer.state.params, {}, seen.steps.observation)
+    decided = kept.steps.mask[n_old:] > 0
+    np.testing.assert_allclose(said[:32][decided], kept.steps.dist_inputs[n_old:][decided], atol=1e-6)
 
 
 def test_slices_of_single_rows_are_refused():

@@ -63,8 +63,10 @@ class AsyncDriver(OffPolicyDriver):
 
         Raises:
             RuntimeError: it was started already, or is closed.
+            Exception: what had stopped it, if nobody was told so far.
         """
         if self.unrolls.is_stopped:
+            self._is_started = False
             self._start_anew()
         self.publish()
         self.unrolls.start()
@@ -256,6 +258,11 @@ class AsyncOffPolicyDriver(AsyncDriver):
         return self.algorithm.actor()
 
     def _start_anew(self) -> None:
+        self.unrolls.tell()
+        self.unrolls.stop()  # a thread that failed has stopped the others, but nobody has waited for them
+        busy = [i for i in range(len(self._envs)) if self.unrolls.is_running(i)]
+        if busy:
+            raise RuntimeError(f"envs: batches {busy} are still in a step that began before the last stop()")
         self._n_starts += 1
         self.unrolls = self._new_unrolls(**_randomness([self._seed, self._n_starts]))
         self._published = None

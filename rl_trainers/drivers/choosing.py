@@ -12,7 +12,8 @@ import gin
 import numpy as np
 
 from rl_trainers import trainer as trainer_lib
-from rl_trainers.drivers.async_off_policy import AsyncOffPolicyDriver
+from rl_trainers.drivers.async_off_policy import AsyncDriver, AsyncOffPolicyDriver
+from rl_trainers.drivers.driver import Driver
 from rl_trainers.drivers.ray_workers import RayDriver
 from rl_trainers.envs.native import DeviceEnv
 from rl_trainers.trainer import RLTrainer
@@ -55,11 +56,18 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
         )
     made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
     try:
-        if made.has_lag and trainer.why_not(name):
-            raise ValueError(f"driver={driver!r}: {trainer.why_not(name)}")
+        if not isinstance(made, AsyncDriver):
+            raise ValueError(
+                f"driver={driver!r} makes a {type(made).__name__}, which does not collect beside the trainer "
+                "as AsyncOffPolicyDriver and RayDriver do; nearest valid value: 'sync'"
+            )
+        reason = trainer.why_not(name if made.has_lag else "lock_step")
+        if reason:
+            raise ValueError(f"driver={driver!r}: {reason}")
         _check_rows(trainer, made)
     except ValueError:
-        made.close()
+        if isinstance(made, Driver):
+            made.close()
         raise
     return made
 
@@ -107,11 +115,13 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _bound(cls: Any, name: str) -> Any:
-    """What a gin file binds, or ``None``."""
+    """What a gin file binds, or ``None``; the value that a macro stands for."""
     try:
-        return gin.query_parameter(f"{cls.__name__}.{name}")
+        value = gin.query_parameter(f"{cls.__name__}.{name}")
     except ValueError:
         return None
+    is_macro = isinstance(value, gin.config.ConfigurableReference) and value.evaluate
+    return value.scoped_configurable_fn() if is_macro else value
 
 
 def _check_rows(trainer: RLTrainer, driver: Any) -> None:

@@ -167,6 +167,11 @@ class SyncOffPolicyDriver(OffPolicyDriver, SteppingDriver):
     ):
         check_transformer(observation_transformer)
         check_counts(1, unroll_length=unroll_length)
+        if hasattr(algorithm, "explore"):
+            raise ValueError(
+                f"algorithm: {type(algorithm).__name__} acts and learns in turns by itself, from a replay of "
+                "its own; make it with driver='sync'"
+            )
         super().__init__(env, algorithm, observers, metrics, use_rollout_state, env_batch_size, seed)
         self.unroll_length = unroll_length
         try:

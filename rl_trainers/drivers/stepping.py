@@ -69,7 +69,8 @@ class SteppingDriver(Driver):
         self._seed, self._epsilon = seed, epsilon
         self._actor: Any = None
         self._scan: Any = None
-        if isinstance(self.env, DeviceEnv) and task.timestep_to_np is None:
+        explores = epsilon is None and hasattr(algorithm, "explore")  # which a scan of the policy does not
+        if isinstance(self.env, DeviceEnv) and task.timestep_to_np is None and not explores:
             self._scan = compiled(self._scanned, static_argnums=2)
 
     def close(self) -> None:

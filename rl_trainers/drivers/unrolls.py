@@ -245,6 +245,11 @@ class AsyncUnrolls:
             _log.error("a thread failed after the last take()", exc_info=self._error[0])
         atexit.unregister(self.stop)
 
+    def tell(self) -> None:
+        """Raises what a thread raised, if neither :meth:`take` nor the log has told it yet."""
+        if self._error is not None and not self._was_raised:
+            self._check_alive()
+
     def is_running(self, env_index: int) -> bool:
         """Whether a thread may still step that environment."""
         return any(t.name == f"rl_trainers env {env_index}" and t.is_alive() for t in self._threads)

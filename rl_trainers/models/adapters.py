@@ -256,7 +256,9 @@ def _over_any_axes(
 
     def step(params, model_state, observation):
         leading, x, told = rows(observation)
-        output, state = inner_step(params, model_state, x, **told)
+        output, state = inner_step(params, model_state, x, **told, **example(x))
+        if action_space is not None:  # what is remembered depends on no action, and a value does
+            output = (output[0], None) if isinstance(output, tuple) else None
         return jax.tree.map(lambda y: y.reshape(*leading, *y.shape[1:]), output), state
 
     def apply(params, model_state, observation, action=None):

@@ -334,6 +334,65 @@ def test_errors_of_environments_and_metrics_reach_the_caller(closing):
             driver.run_async()
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_error_while_the_caller_learns_is_told_before_a_new_start(closing):
+    seen = []
+    failing = make_host_env(lambda: Failing(100), 1)
+    driver = closing(
+        [failing], Algorithm(lambda: Failing(100)), unroll_length=2, observers=[lambda r, e: seen.append(e)]
+    )
+    driver.start()
+    driver.run_async()
+    wait_for(lambda: not driver.is_running)  # two unrolls are finished, the third one fails
+    with pytest.raises(EnvError, match="boom"):
+        driver.start()
+    for _ in range(2):  # the environments have closed themselves
+        with pytest.raises(RuntimeError, match="are closed"):
+            driver.start()
+        assert not driver.is_running
+    assert len(seen) == 2
+    assert [t for t in threading.enumerate() if t.name.startswith("rl_trainers")] == []
+
+
+class Waits(Counting):
+    """Says when it is in a step, and stays there until it is told to go on."""
+
+    def __init__(self):
+        super().__init__(100)
+        self.entered, self.told = threading.Event(), threading.Event()
+
+    def step(self, action):
+        self.entered.set()
+        self.told.wait(10)
+        return super().step(action)
+
+
+def test_a_new_start_waits_for_the_threads_that_an_error_has_stopped(closing):
+    waits = Waits()
+
+    class FailsMeanwhile(Counting):
+        def step(self, action):
+            waits.entered.wait(10)
+            raise ValueError("boom")
+
+    envs = [make_host_env(waits), make_host_env(FailsMeanwhile(100))]
+    driver = closing(envs, Algorithm(lambda: Counting(100)), learn_queue_cap=2)
+    driver.start()
+    with pytest.raises(EnvError, match="boom"):
+        driver.run_async()
+    assert driver.unrolls.is_running(0)
+    threading.Timer(0.2, waits.told.set).start()
+    with pytest.raises(RuntimeError, match="are closed"):  # the failed ones closed themselves
+        driver.start()
+    assert waits.told.is_set()  # or waits would have been reset within its step
+
+
 def test_environments_may_be_processes():
     before = set(multiprocessing.active_children())
     driver = AsyncOffPolicyDriver(

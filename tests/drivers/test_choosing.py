@@ -2,6 +2,7 @@
 
 import functools
 
+import gin
 import gymnasium as gym
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from rl_trainers import (
     advantages,
     models,
 )
-from rl_trainers.drivers import AsyncOffPolicyDriver
+from rl_trainers.drivers import AsyncOffPolicyDriver, SyncOffPolicyDriver
 from rl_trainers.envs import probe, probe_jax
 
 LOCK_STEP = functools.partial(
@@ -153,7 +154,17 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
     "make, message",
     [
         (lambda: joint(driver="asynch"), "driver='asynch' is none of .*; nearest valid value: 'async'"),
+        (
+            lambda: joint(driver=SyncOffPolicyDriver),
+            "makes a SyncOffPolicyDriver.*; nearest valid value: 'sync'",
+        ),
+        (lambda: joint(driver=lambda algorithm: None), "makes a NoneType"),
         (lambda: joint(A2CJoint, driver="async"), "A2CJoint takes all rows for those of the newest policy"),
+        (lambda: DQN(task(num_stacked_frames=2), driver="async"), "num_stacked_frames=2: .* 'sync'"),
+        (
+            lambda: DQN(task(num_stacked_frames=2), n_interactions_per_epoch=96, driver=LOCK_STEP),
+            "num_stacked_frames=2: .* 'sync'",
+        ),
         (lambda: PolicyGradient(task(), driver="async"), "epochs are counted in trajectories"),
         (
             lambda: joint(task=RLTask(probe_jax.counting(3), num_envs=6), driver="async"),
@@ -176,6 +187,16 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
 def test_what_makes_no_sense_is_refused_with_the_reason(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_macro_may_stand_for_a_count():
+    gin.parse_config(["n = 2", "AsyncOffPolicyDriver.num_envs = %n"])
+    try:
+        made = joint(driver="async")
+    finally:
+        gin.clear_config()
+    made.close()
+    assert [env.num_envs for env in made._driver._envs] == [3, 3]
 
 
 class Fails(gym.Wrapper):

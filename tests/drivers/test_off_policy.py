@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_trainers import AWRJoint, PPOJoint, RLTask, metrics, models, supervised
+from rl_trainers import DQN, SAC, AWRJoint, PPOJoint, RLTask, metrics, models, supervised
 from rl_trainers.drivers import AsyncOffPolicyDriver, OffPolicyDriver, SyncOffPolicyDriver
 from rl_trainers.envs import probe_jax
 from rl_trainers.envs.probe import Counting, Endless
@@ -274,6 +274,21 @@ def test_what_replayers_refuse():
 def test_arguments_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SyncOffPolicyDriver(**{"algorithm": plain()} | settings)
+
+
+@pytest.mark.parametrize("cls, env", [(DQN, "CartPole-v1"), (SAC, "Pendulum-v1")])
+def test_who_learns_from_a_replay_of_its_own_is_refused(cls, env):
+    trainer = cls(RLTask(env))
+    with pytest.raises(ValueError, match=f"algorithm: {cls.__name__} .*driver='sync'"):
+        SyncOffPolicyDriver(None, trainer)
+    driver = AsyncOffPolicyDriver(algorithm=trainer)
+    driver.start()
+    driver.run_async()
+    try:
+        with pytest.raises(NotImplementedError, match=f"{cls.__name__} draws .* driver='async'"):
+            driver.train()
+    finally:
+        driver.close()
 
 
 @pytest.mark.parametrize("exp_replayer", REPLAYERS)

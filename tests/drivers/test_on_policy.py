@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_trainers import A2CJoint, AWRJoint, RLTask, metrics, models
+from rl_trainers import DQN, A2CJoint, AWRJoint, RLTask, metrics, models
 from rl_trainers.distributions import Categorical
 from rl_trainers.drivers import OnPolicyDriver
 from rl_trainers.envs import DeviceEnv, make_host_env, probe_jax
@@ -228,6 +228,23 @@ def test_playing_changes_nothing(env):
     episodes, steps, *_ = driver.get_metrics()
     assert steps.result() + (episodes.result() if env == "jax" else 0) >= 44 - 4
     driver.close()
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "gymnax:CartPole-v1"])
+@pytest.mark.parametrize("rate, epsilon", [(1.0, 0.0), (0.0, None)])
+def test_who_explores_by_a_schedule_plays_the_mode_where_it_is_asked_to(env, rate, epsilon):
+    trainer = DQN(RLTask(env, num_envs=2), exploration_rate=rate)
+    trainer.initial_collect_steps = 0  # at random, without a word about the first 2
+    seen = []
+    driver = OnPolicyDriver(
+        None, trainer, [lambda rollout, env_id: seen.append(rollout)], training=False, epsilon_greedy=epsilon
+    )
+    driver.run(100)
+    driver.close()
+    for rollout in seen:
+        model = trainer.state.params, trainer.state.model_state
+        values = trainer.q_values(*model, jnp.asarray(rollout.steps.observation))
+        np.testing.assert_array_equal(rollout.steps.action, values.argmax(-1))
 
 
 def test_playing_takes_whole_rows():
