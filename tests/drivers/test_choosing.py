@@ -121,6 +121,33 @@ def test_trainers_with_a_replay_learn_from_threads(cls, env):
     assert int(ring.size) == 100  # rows of two environments
 
 
+def test_actors_explore_as_the_schedule_says(monkeypatch):
+    made = DQN(
+        RLTask(functools.partial(probe.Counting, 1000), num_envs=2),
+        n_interactions_per_epoch=32,
+        initial_collect_steps=48,
+        exploration_rate=lambda decisions: 0.001 * decisions,
+        exploration_interval="step",
+        value_train_steps_per_epoch=1,
+        driver=functools.partial(
+            AsyncOffPolicyDriver, num_envs=1, env_batch_size=2, lock_step=True, unroll_length=16
+        ),
+    )
+    acted_with, explore = [], made._explore_alone
+
+    def spy(*arguments):
+        acted_with.append(float(arguments[-1]))
+        return explore(*arguments)
+
+    monkeypatch.setattr(made, "_explore_alone", spy)
+    rates = [record["exploration_rate"] for record in records(made, 4)]
+    # At random: 32 decisions, then 8 of 16 rows; the others' rates are those of decisions 33, 35 and so on.
+    later = [0.5 + 0.001 * sum(range(49, 65, 2)) / 16, 0.001 * (65 + 95) / 2, 0.001 * (97 + 127) / 2]
+    np.testing.assert_allclose(rates, [1.0, *later], atol=1e-6)
+    # Once more at the start, to compile.
+    np.testing.assert_allclose(acted_with, np.repeat([1.0, *later], [17, 16, 16, 16]), atol=1e-6)
+
+
 def test_an_unroll_is_stored_with_the_successor_of_its_last_row():
     counting = [functools.partial(probe.Counting, 5, env_id=i) for i in range(2)]
     made = DQN(
