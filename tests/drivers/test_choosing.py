@@ -15,6 +15,7 @@ from rl_trainers import (
     PPO,
     SAC,
     A2CJoint,
+    AWRJoint,
     PolicyGradient,
     PPOJoint,
     RLTask,
@@ -99,6 +100,25 @@ def test_trainers_learn_from_threads(make):
     assert all(0 <= record["most_policy_lag"] <= 8 for record in found)
     assert found[-1]["n_trajectories"] > 0
     assert sum(r["n_trajectories"] for r in found) > 5
+
+
+def test_the_replay_of_an_epoch_begins_with_the_recorded_states():
+    made = joint(
+        AWRJoint,
+        functools.partial(models.GRU, hidden_size=8),
+        max_slice_length=8,
+        n_replay_epochs=1,
+        lr_schedule=0.0,
+        driver="async",
+    )
+    made.run(3)
+    data = made._stored()
+    made.close()
+    states = data.steps.observation.state["shared"]["state"]
+    assert states[0].any()  # in the middle of episodes
+    said = made.acting.dist_inputs(made.state.params, {}, data.steps.observation)
+    decided = data.steps.mask > 0
+    np.testing.assert_allclose(said[decided], data.steps.dist_inputs[decided], atol=1e-6)
 
 
 @pytest.mark.parametrize("cls, env", [(DQN, "CartPole-v1"), (SAC, "Pendulum-v1")])
@@ -187,6 +207,10 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
         ),
         (lambda: joint(driver=lambda algorithm: None), "makes a NoneType"),
         (lambda: joint(A2CJoint, driver="async"), "A2CJoint takes all rows for those of the newest policy"),
+        (
+            lambda: joint(AWRJoint, GRU, max_slice_length=8, n_replay_epochs=2, driver="async"),
+            "n_replay_epochs=2: .*recurrent state .*; nearest valid value: 1",
+        ),
         (lambda: DQN(task(num_stacked_frames=2), driver="async"), "num_stacked_frames=2: .* 'sync'"),
         (
             lambda: DQN(task(num_stacked_frames=2), n_interactions_per_epoch=96, driver=LOCK_STEP),
