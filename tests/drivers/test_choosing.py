@@ -22,7 +22,7 @@ from rl_trainers import (
     advantages,
     models,
 )
-from rl_trainers.drivers import AsyncOffPolicyDriver, SyncOffPolicyDriver
+from rl_trainers.drivers import AsyncOffPolicyDriver, RayDriver, SyncOffPolicyDriver
 from rl_trainers.envs import probe, probe_jax
 
 LOCK_STEP = functools.partial(
@@ -210,6 +210,11 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
         (
             lambda: joint(AWRJoint, GRU, max_slice_length=8, n_replay_epochs=2, driver="async"),
             "n_replay_epochs=2: .*recurrent state .*; nearest valid value: 1",
+        ),
+        (lambda: DQN(task(), driver="ray"), "workers act by the policy alone, and DQN .*: 'async'"),
+        (
+            lambda: DQN(task(), driver=functools.partial(RayDriver, num_workers=2)),
+            "workers act by the policy alone, and DQN .*: 'async'",
         ),
         (lambda: DQN(task(num_stacked_frames=2), driver="async"), "num_stacked_frames=2: .* 'sync'"),
         (
