@@ -529,12 +529,16 @@ class OffPolicyTrainer(RLTrainer):
 
     def _learn_beside(self, start: float) -> tuple[rollout.Episodes, Rollout, dict[str, float]]:
         """What the rest of :meth:`_collect_and_train` does, while a driver steps the environments."""
+        driver: Any = self._driver
+        rate = float(self.exploration_rates().mean())
+        if driver.is_running and self.n_random_left():  # nothing is learned yet, but the rate may fall
+            driver.publish(anew=True)
         data, episodes = self._drive()
         collected = time.perf_counter()
         data = data._replace(steps=data.steps._replace(policy_state=(), dist_inputs=None))
         seen = self._see_rows(data)
         self._ring = self._store_unroll(self._ring, seen)
-        rate, learner = float(self.exploration_rates().mean()), _Learner(self)
+        learner = _Learner(self)
         # The epoch's rows have been counted: what is left now decides about the next one.
         metrics = self.means(np.zeros(len(self._metric_names) + 1))
         if not self.n_random_left():

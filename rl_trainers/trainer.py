@@ -404,6 +404,12 @@ class RLTrainer:
                     "it takes one optimizer step on all rows of each unroll; with batch_size=None and 1 "
                     f"train step per epoch {name} does so; nearest valid value: 'sync'"
                 )
+        keeps_states = self.is_recurrent and self.use_rollout_state and not self.on_policy
+        if driver == "async" and keeps_states and self._n_replay_epochs > 1:
+            return (
+                f"n_replay_epochs={self._n_replay_epochs}: in the replay unrolls of other environments "
+                "follow one another, and a recurrent state would begin anew with each; nearest valid value: 1"
+            )
         if driver == "async" and not self.bears_lag:
             return (
                 f"{name} takes all rows for those of the newest policy; with an actor-critic, "

@@ -49,10 +49,14 @@ class AsyncDriver(OffPolicyDriver):
         """``(T, Q * B)`` of what :meth:`collect` returns."""
         raise NotImplementedError
 
-    def publish(self) -> None:
-        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too."""
+    def publish(self, anew: bool = False) -> None:
+        """Lets the actors use what the algorithm has learned; :meth:`collect` does so too.
+
+        Args:
+            anew: even if it has learned nothing since the last time, but acts differently.
+        """
         version = int(self.algorithm.state.step)
-        if version != self._published:
+        if anew or version != self._published:
             self.unrolls.publish(self._policy(), version)
             self._published = version
 

@@ -49,11 +49,6 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
         raise ValueError(f"driver={driver!r}: {reason}")
     if name in _OWN_LOOP:
         return None
-    if driver == "ray" and not trainer.on_policy and trainer.bears_lag and hasattr(trainer, "explore"):
-        raise ValueError(
-            "driver='ray': workers act by the policy alone, and this trainer explores by a schedule; nearest "
-            "valid value: 'async'"
-        )
     made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
     try:
         if not isinstance(made, AsyncDriver):

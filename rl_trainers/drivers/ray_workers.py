@@ -515,9 +515,14 @@ class RayDriver(AsyncDriver):
         worker_options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        import_ray()
         if algorithm is None:
             raise ValueError("algorithm: is missing; pass a trainer")
+        if hasattr(algorithm, "explore"):
+            raise ValueError(
+                f"algorithm: workers act by the policy alone, and {type(algorithm).__name__} explores by a "
+                "schedule; nearest valid value of its driver: 'async'"
+            )
+        import_ray()
         check_at_least(1, num_workers=num_workers, env_batch_size=env_batch_size)
         make_env, size = _source(env, env_f, algorithm.task, env_batch_size)
         total_envs, self._unroll_length, self.has_lag = num_workers * size, unroll_length, True

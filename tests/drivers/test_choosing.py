@@ -15,13 +15,14 @@ from rl_trainers import (
     PPO,
     SAC,
     A2CJoint,
+    AWRJoint,
     PolicyGradient,
     PPOJoint,
     RLTask,
     advantages,
     models,
 )
-from rl_trainers.drivers import AsyncOffPolicyDriver, SyncOffPolicyDriver
+from rl_trainers.drivers import AsyncOffPolicyDriver, RayDriver, SyncOffPolicyDriver
 from rl_trainers.envs import probe, probe_jax
 
 LOCK_STEP = functools.partial(
@@ -101,6 +102,25 @@ def test_trainers_learn_from_threads(make):
     assert sum(r["n_trajectories"] for r in found) > 5
 
 
+def test_the_replay_of_an_epoch_begins_with_the_recorded_states():
+    made = joint(
+        AWRJoint,
+        functools.partial(models.GRU, hidden_size=8),
+        max_slice_length=8,
+        n_replay_epochs=1,
+        lr_schedule=0.0,
+        driver="async",
+    )
+    made.run(3)
+    data = made._stored()
+    made.close()
+    states = data.steps.observation.state["shared"]["state"]
+    assert states[0].any()  # in the middle of episodes
+    said = made.acting.dist_inputs(made.state.params, {}, data.steps.observation)
+    decided = data.steps.mask > 0
+    np.testing.assert_allclose(said[decided], data.steps.dist_inputs[decided], atol=1e-6)
+
+
 @pytest.mark.parametrize("cls, env", [(DQN, "CartPole-v1"), (SAC, "Pendulum-v1")])
 def test_trainers_with_a_replay_learn_from_threads(cls, env):
     prefix = "value_" if cls is DQN else ""
@@ -119,6 +139,33 @@ def test_trainers_with_a_replay_learn_from_threads(cls, env):
     assert [np.isfinite(record[name]) for record in found] == [False] + [True] * 5
     ring = made._ring
     assert int(ring.size) == 100  # rows of two environments
+
+
+def test_actors_explore_as_the_schedule_says(monkeypatch):
+    made = DQN(
+        RLTask(functools.partial(probe.Counting, 1000), num_envs=2),
+        n_interactions_per_epoch=32,
+        initial_collect_steps=48,
+        exploration_rate=lambda decisions: 0.001 * decisions,
+        exploration_interval="step",
+        value_train_steps_per_epoch=1,
+        driver=functools.partial(
+            AsyncOffPolicyDriver, num_envs=1, env_batch_size=2, lock_step=True, unroll_length=16
+        ),
+    )
+    acted_with, explore = [], made._explore_alone
+
+    def spy(*arguments):
+        acted_with.append(float(arguments[-1]))
+        return explore(*arguments)
+
+    monkeypatch.setattr(made, "_explore_alone", spy)
+    rates = [record["exploration_rate"] for record in records(made, 4)]
+    # At random: 32 decisions, then 8 of 16 rows; the others' rates are those of decisions 33, 35 and so on.
+    later = [0.5 + 0.001 * sum(range(49, 65, 2)) / 16, 0.001 * (65 + 95) / 2, 0.001 * (97 + 127) / 2]
+    np.testing.assert_allclose(rates, [1.0, *later], atol=1e-6)
+    # Once more at the start, to compile.
+    np.testing.assert_allclose(acted_with, np.repeat([1.0, *later], [17, 16, 16, 16]), atol=1e-6)
 
 
 def test_an_unroll_is_stored_with_the_successor_of_its_last_row():
@@ -160,6 +207,15 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
         ),
         (lambda: joint(driver=lambda algorithm: None), "makes a NoneType"),
         (lambda: joint(A2CJoint, driver="async"), "A2CJoint takes all rows for those of the newest policy"),
+        (
+            lambda: joint(AWRJoint, GRU, max_slice_length=8, n_replay_epochs=2, driver="async"),
+            "n_replay_epochs=2: .*recurrent state .*; nearest valid value: 1",
+        ),
+        (lambda: DQN(task(), driver="ray"), "workers act by the policy alone, and DQN .*: 'async'"),
+        (
+            lambda: DQN(task(), driver=functools.partial(RayDriver, num_workers=2)),
+            "workers act by the policy alone, and DQN .*: 'async'",
+        ),
         (lambda: DQN(task(num_stacked_frames=2), driver="async"), "num_stacked_frames=2: .* 'sync'"),
         (
             lambda: DQN(task(num_stacked_frames=2), n_interactions_per_epoch=96, driver=LOCK_STEP),
