@@ -227,6 +227,11 @@ class RayUnrolls:
             raise
 
     @property
+    def has_failed(self) -> bool:
+        """Whether :meth:`take` raised what a worker or an observer had raised."""
+        return self._error is not None
+
+    @property
     def num_workers(self) -> int:
         """How many there are, or will be after :meth:`start`."""
         return self._n
@@ -547,6 +552,17 @@ class RayDriver(AsyncDriver):
     def shape(self) -> tuple[int, int]:
         """See :class:`AsyncDriver`."""
         return self._unroll_length, self.unrolls.learn_queue_cap * self.unrolls.num_envs
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the workers run."""
+        return super().is_running and not self.unrolls.has_failed
+
+    def start(self) -> None:
+        """See :class:`AsyncDriver`; after an error too."""
+        if self.unrolls.has_failed:
+            self.stop()
+        super().start()
 
     @property
     def num_workers(self) -> int:

@@ -339,7 +339,10 @@ def test_it_starts_anew_after_a_stop_and_after_an_error(closing):
         if starts == 2:
             with pytest.raises(EnvError):
                 driver.run_async()
-        driver.stop()
+            assert not driver.is_running
+        else:
+            assert driver.is_running
+            driver.stop()
     assert [len(lives) for lives in watch.lives().values()] == [3]
     assert watch.restarts == [[0], [0]]
 
