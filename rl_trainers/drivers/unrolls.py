@@ -63,8 +63,9 @@ class AsyncUnrolls:
 
     There is one thread per batched environment, ``num_actor_queues`` actor threads that decide for exactly
     ``actor_queue_cap`` environments at once (environment ``i`` asks actor ``i % num_actor_queues``), and one
-    that calls the observers. The learner is the caller. An environment whose unroll is not among the next
-    ``learn_queue_cap`` to be taken waits before it starts another one.
+    that calls the observers. With a capacity of 1 there is nothing to gather, and an environment's own thread
+    decides in the place of its actor, one at a time. The learner is the caller. An environment whose unroll is
+    not among the next ``learn_queue_cap`` to be taken waits before it starts another one.
 
     Some actor can always fill its batch: every environment has at most one request under way, an actor has
     at least ``N // num_actor_queues`` of them, and while the caller waits no environment does.
@@ -187,7 +188,8 @@ class AsyncUnrolls:
         observation, policy_state, needs_reset = _join(rows)
         jax.block_until_ready(self._policy.act(observation, policy_state, needs_reset, self._keys[0]))
         works = [("observers", self._observe)]
-        works += [(f"actor {a}", functools.partial(self._decide, a)) for a in range(len(self._keys))]
+        if self._actor_cap > 1:
+            works += [(f"actor {a}", functools.partial(self._decide, a)) for a in range(len(self._keys))]
         works += [(f"env {i}", functools.partial(self._step, i, actors[i])) for i in range(len(actors))]
         self._threads = [
             threading.Thread(target=self._run, args=work, name=f"rl_trainers {work[0]}", daemon=True)
@@ -348,6 +350,8 @@ class AsyncUnrolls:
     def _ask(self, i: int, observation: PyTree, policy_state: PyTree, needs_reset: Any, key: Any) -> tuple:
         """The :data:`Act` of environment ``i``: its actor's."""
         actor = i % len(self._requests)
+        if self._actor_cap == 1:
+            return (*self._decide_alone(i, actor, (observation, policy_state, needs_reset)), key)
         with self._asking[actor]:
             asked = self._asked[actor]
             asked.append((i, (observation, policy_state, needs_reset)))
@@ -362,6 +366,17 @@ class AsyncUnrolls:
         if self._begun_with[i] is None:
             self._begun_with[i] = policy
         return action, dist_inputs, policy_state, key
+
+    def _decide_alone(self, i: int, a: int, rows: tuple) -> tuple:
+        """Actor ``a``'s decision in the thread of environment ``i``, without handing over to another."""
+        if self.is_stopped:
+            raise _Stopped
+        with self._asking[a]:
+            policy: Any = self._policy
+            *answer, self._keys[a] = policy.act(*rows, self._keys[a])
+        if self._begun_with[i] is None:
+            self._begun_with[i] = policy
+        return jax.tree.map(np.asarray, tuple(answer))
 
     def _decide(self, a: int) -> None:
         """Answers batches of requests, in the order of the environments within each."""
