@@ -64,8 +64,8 @@ class AsyncUnrolls:
     There is one thread per batched environment, ``num_actor_queues`` actor threads that decide for exactly
     ``actor_queue_cap`` environments at once (environment ``i`` asks actor ``i % num_actor_queues``), and one
     that calls the observers. With a capacity of 1 there is nothing to gather, and an environment's own thread
-    decides in the place of its actor, one at a time. The learner is the caller. An environment whose unroll is
-    not among the next ``learn_queue_cap`` to be taken waits before it starts another one.
+    decides in the place of its actor, one at a time. The learner is the caller. An environment whose unroll
+    is not among the next ``learn_queue_cap`` to be taken waits before it starts another one.
 
     Some actor can always fill its batch: every environment has at most one request under way, an actor has
     at least ``N // num_actor_queues`` of them, and while the caller waits no environment does.
