@@ -386,7 +386,7 @@ def test_environments_that_do_not_fit_are_refused(closing):
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'rl_trainers\[ray\]'"):
-        RayDriver(algorithm=None)
+        RayDriver(algorithm=trainer_of(Clock))
 
 
 SCRIPT = """
