@@ -47,7 +47,7 @@ class AsyncDriver(OffPolicyDriver):
     @property
     def shape(self) -> tuple[int, int]:
         """``(T, Q * B)`` of what :meth:`collect` returns."""
-        raise NotImplementedError
+        return self._unroll_length, self.unrolls.learn_queue_cap * self.unrolls.num_envs
 
     def publish(self, anew: bool = False) -> None:
         """Lets the actors use what the algorithm has learned; :meth:`collect` does so too.
@@ -252,11 +252,6 @@ class AsyncOffPolicyDriver(AsyncDriver):
             raise
         self._seed, self._n_starts, self._unroll_length = seed, 0, unroll_length
         self.has_lag = not lock_step
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See :class:`AsyncDriver`."""
-        return self._unroll_length, self.unrolls.learn_queue_cap * self._envs[0].num_envs
 
     def _policy(self) -> Any:
         return self.algorithm.actor()

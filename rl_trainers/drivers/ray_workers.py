@@ -177,7 +177,6 @@ class RayUnrolls:
         n_dropped: unrolls that were too old when their turn came, or were taken just before their worker
             died.
         n_restarts: workers that died and were replaced.
-        is_stopped: whether :meth:`stop` was called last.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class RayUnrolls:
         self._generations: collections.Counter[int] = collections.Counter()
         self._policy: _Policy | None = None
         self._n_asked = 0
-        self._is_started = self._is_closed = self.is_stopped = False
+        self._is_started = self._is_closed = self._was_stopped = False
         self._error: BaseException | None = None
         self.lags: collections.Counter[int] = collections.Counter()
         self.n_finished = self.n_dropped = self.n_restarts = 0
@@ -227,9 +226,9 @@ class RayUnrolls:
             raise
 
     @property
-    def has_failed(self) -> bool:
-        """Whether :meth:`take` raised what a worker or an observer had raised."""
-        return self._error is not None
+    def is_stopped(self) -> bool:
+        """Whether :meth:`stop` was called last, or a worker or an observer has failed."""
+        return self._was_stopped or self._error is not None
 
     @property
     def num_workers(self) -> int:
@@ -261,9 +260,11 @@ class RayUnrolls:
         """
         if self._policy is None:
             raise RuntimeError("publish a policy before start()")
+        if self._error is not None:
+            self.stop()
         if self._workers or self._is_closed:
             raise RuntimeError("the driver is closed" if self._is_closed else "start() was called before")
-        self._is_started, self.is_stopped, self._error = True, False, None
+        self._is_started, self._was_stopped, self._error = True, False, None
         self._add_all()
 
     def set_num_workers(self, n: int) -> None:
@@ -322,7 +323,7 @@ class RayUnrolls:
 
         Takes as long as an unroll, and 5 s at most.
         """
-        self.is_stopped = True
+        self._was_stopped = True
         workers, self._workers = self._workers, []
         self._end(workers)
 
@@ -547,22 +548,6 @@ class RayDriver(AsyncDriver):
             address=address,
             worker_options=worker_options,
         )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See :class:`AsyncDriver`."""
-        return self._unroll_length, self.unrolls.learn_queue_cap * self.unrolls.num_envs
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the workers run."""
-        return super().is_running and not self.unrolls.has_failed
-
-    def start(self) -> None:
-        """See :class:`AsyncDriver`; after an error too."""
-        if self.unrolls.has_failed:
-            self.stop()
-        super().start()
 
     @property
     def num_workers(self) -> int:

@@ -94,6 +94,7 @@ class AsyncUnrolls:
             from; V-trace and clipped ratios bear it.
 
     Attributes:
+        num_envs: ``B``.
         learn_queue_cap, max_policy_lag: as given, or what stands for it.
         lags: how many of the unrolls that were taken had a policy lag of so many publishes.
         is_stopped: whether :meth:`stop` was called or a thread has failed.
@@ -121,7 +122,7 @@ class AsyncUnrolls:
         max_policy_lag: int | None = None,
     ):
         self._envs = _checked(envs)
-        n, self._batch = len(envs), envs[0].num_envs
+        n, self.num_envs = len(envs), envs[0].num_envs
         caps = num_actor_queues, actor_queue_cap, learn_queue_cap
         n_actors, self._actor_cap, self.learn_queue_cap = _capacities(n, *caps, lock_step)
         check_at_least(1, unroll_length=unroll_length)
@@ -180,7 +181,7 @@ class AsyncUnrolls:
             raise RuntimeError("publish a policy before start()")
         if self._threads or self.is_stopped:
             raise RuntimeError("start() was called before; make a new object to start anew")
-        size = self._batch
+        size = self.num_envs
         observations = [env.reset(self._seed, i * size) for i, env in enumerate(self._envs)]
         actors = [initial_actor(obs, size, None, self._policy_state) for obs in observations]
         # Two threads that meet a new program would both compile it, and an error in it is the caller's.
@@ -303,7 +304,7 @@ class AsyncUnrolls:
                 _log.warning("the thread %r did not end within %g s", thread.name, _STOP_SECONDS)
 
     def _env_id(self, i: int) -> np.ndarray:
-        return np.arange(i * self._batch, (i + 1) * self._batch, dtype=np.int32)
+        return np.arange(i * self.num_envs, (i + 1) * self.num_envs, dtype=np.int32)
 
     # What the threads do.
 
@@ -380,7 +381,7 @@ class AsyncUnrolls:
 
     def _decide(self, a: int) -> None:
         """Answers batches of requests, in the order of the environments within each."""
-        key, size = self._keys[a], self._batch
+        key, size = self._keys[a], self.num_envs
         while (asked := self._requests[a].get()) is not None:
             policy: Any = self._policy
             asked.sort(key=operator.itemgetter(0))
