@@ -165,7 +165,7 @@ def main() -> None:
             line = {
                 "steps_ms": name,
                 "learner": learner,
-                "ideal_steps_per_s": round(ideal),
+                "ideal_steps_per_s": round(ideal, 1),
                 "sync_steps_per_s": round(sync),
                 **run,
                 "share": round(share, 3),
