@@ -404,12 +404,6 @@ class RLTrainer:
                     "it takes one optimizer step on all rows of each unroll; with batch_size=None and 1 "
                     f"train step per epoch {name} does so; nearest valid value: 'sync'"
                 )
-        keeps_states = self.is_recurrent and self.use_rollout_state and not self.on_policy
-        if driver == "async" and keeps_states and self._n_replay_epochs > 1:
-            return (
-                f"n_replay_epochs={self._n_replay_epochs}: in the replay unrolls of other environments "
-                "follow one another, and a recurrent state would begin anew with each; nearest valid value: 1"
-            )
         if driver == "async" and not self.bears_lag:
             return (
                 f"{name} takes all rows for those of the newest policy; with an actor-critic, "
@@ -972,10 +966,8 @@ def to_rows(batch: Batch, length: int) -> Batch:
         batch: leading axes ``[T, B]``.
         length: ``L``; if it does not divide ``T`` the last slices are filled up with masked rows.
     """
-    if not isinstance(batch.observation, Seen):
+    if not isinstance(batch.observation, Seen) or jax.tree.leaves(batch.observation.state):
         return windows.blocks(batch, length)
-    if jax.tree.leaves(batch.observation.state):
-        return windows.slices(batch, length)
     rows = windows.blocks_and_before(batch, length)
     return rows._replace(mask=rows.mask.at[:, :length].set(0.0))
 

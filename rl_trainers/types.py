@@ -48,8 +48,8 @@ class Seen(NamedTuple):
         observation: ``[.., *obs]``.
         episode: i32, number of the episode that the row belongs to, from 1 on and rising with time; 0
             where there is no row.
-        state: recurrent state before the row, of which a recurrent model takes that of the first row it is
-            given; ``()`` for other models.
+        state: recurrent state before the row, of which a recurrent model takes those of the first row it is
+            given and of the first one of each episode; ``()`` for other models.
     """
 
     observation: PyTree

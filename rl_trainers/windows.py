@@ -2,7 +2,7 @@
 
 A recurrent model has a state, which goes from row to row and is that of a first row again at the start of
 every episode. Slices that are trained begin with the state that was recorded for their first row, or with
-that of a first row.
+that of a first row; so do the rows behind a cut, where rows of another unroll or environment follow.
 
 A sequence model without one has a window. Time is cut into blocks of ``L`` rows. A decision sees the rows
 of its own block up to itself and all rows of the block before, as far as they belong to its episode: never
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rl_trainers.types import Batch, PyTree, Rollout, Seen, TimeStep
+from rl_trainers.types import PyTree, Rollout, Seen, TimeStep
 
 
 class Window(NamedTuple):
@@ -164,21 +164,6 @@ def follow(state: PyTree, needs_reset: jax.Array, first_state: PyTree) -> PyTree
         return jnp.where(needs_reset.reshape(-1, *[1] * (x.ndim - 1)), first, x)
 
     return jax.tree.map(choose, state, first_state)
-
-
-def slices(batch: Batch, length: int) -> Batch:
-    """Cuts rows ``[T, B]`` that a recurrent model sees into slices ``[N, L]``; traced.
-
-    Args:
-        batch: with observations that are :class:`rl_trainers.types.Seen`.
-        length: ``L``; if it does not divide ``T`` the last slices are filled up with masked rows.
-
-    Returns:
-        Slices whose states are ``[N, 1, ..]``, those of the first rows.
-    """
-    rows = blocks(batch, length)
-    seen = rows.observation
-    return rows._replace(observation=seen._replace(state=jax.tree.map(lambda x: x[:, :1], seen.state)))
 
 
 def episodes(steps: TimeStep) -> Any:

@@ -119,6 +119,20 @@ def test_rows_one_by_one_are_rows_at_once(body):
     np.testing.assert_allclose(at_once[0], np.stack(said), atol=1e-6)
 
 
+@pytest.mark.parametrize("body", [gru(), lstm()])
+def test_rows_behind_a_cut_begin_with_their_own_state(body):
+    model, params, model_state = build(body)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(1, 6, 3)).astype(np.float32)
+    states = jax.tree.map(
+        lambda s: random.normal(size=(1, 6, *s.shape)).astype(np.float32), model.first_state
+    )
+    at_once = model.apply(params, model_state, types.Seen(x, EPISODE, states))
+    for rows in (slice(0, 2), slice(2, 5), slice(5, 6)):  # the episodes
+        own = jax.tree.map(lambda leaf, rows=rows: leaf[:, rows], types.Seen(x, EPISODE, states))
+        np.testing.assert_allclose(at_once[:, rows], model.apply(params, model_state, own), atol=1e-6)
+
+
 def test_a_gated_unit_is_that_of_flax():
     model, params, state = build(gru(5))
     x = np.random.default_rng(0).normal(size=(1, 2, 3)).astype(np.float32)
@@ -184,12 +198,12 @@ def test_without_the_stored_state_slices_begin_anew():
     trainer = joint(use_rollout_state=False)
     data, *_ = trainer._collect()
     batch, _ = trainer._make_rows(trainer.state, data, trainer.hparams())
-    assert batch.observation.state["shared"]["state"].shape == (12, 1, 8)
+    assert batch.observation.state["shared"]["state"].shape == (12, 8, 8)
     assert not np.asarray(batch.observation.state["shared"]["state"]).any()
     with_state = joint()
     data, *_ = with_state._collect()
     batch, _ = with_state._make_rows(with_state.state, data, with_state.hparams())
-    states = np.asarray(batch.observation.state["shared"]["state"])
+    states = np.asarray(batch.observation.state["shared"]["state"])[:, :1]
     # Rows 0, 8, 16, 24 of environments whose episodes take 4, 5 and 8 rows.
     assert states.any((1, 2)).reshape(4, 3).tolist() == [[False] * 3] + 3 * [[False, True, False]]
 

@@ -241,7 +241,7 @@ class CycleOneTimeReplayer(_RingReplayer):
         """The rows ``[L, B']`` of the environments that were observed last, in the order of their columns.
 
         Where environments have different numbers of rows, padding with mask 0 follows the last one, as
-        :func:`rl_trainers.rollout.pad` appends it: padding before a row would reset a recurrent state.
+        :func:`rl_trainers.rollout.pad` appends it.
         ``L`` is 1 at least.
 
         Raises:

@@ -123,9 +123,10 @@ def adapt(
             ``sequence`` which is true are called with a keyword ``episode i32 [N, S]``, which tells that the
             ``R = N S`` rows are ``N`` runs of ``S`` neighbours and to which episode each row belongs; an
             output may depend on the rows of its run that are not later and belong to the same episode, and
-            on no others. Those that have variables in the collection ``'carry'``, leading axis ``[N]``, are
-            recurrent: the collection holds what they remember from before the first row of each run, and,
-            where it is mutable, what they remember after the last one.
+            on no others. Those that have variables in the collection ``'carry'``, leading axes ``[N, S]``,
+            are recurrent: the collection holds what was remembered before each row, which they take for the
+            first row of each run and of each episode in it, and, where it is mutable, ``[N, 1]`` what they
+            remember after the last row.
         observation_space: of one environment.
         part: where parameters go that are not a dict with the keys ``'shared'``, ``'policy'`` and
             ``'value'`` already.
@@ -173,7 +174,7 @@ def _linen(module: nn.Module) -> Model:
     def step(params, model_state, x, carry, **action):
         variables = {"params": params, **model_state, **_carried(carry)}
         output, changed = module.apply(variables, x, mutable=["carry"], **action)
-        return output, changed["carry"]
+        return output, jax.tree.map(lambda x: x[:, 0], changed["carry"])
 
     def carry(key, x, **action):
         return dict(module.init(key, x, **action)).get("carry", ())
@@ -192,7 +193,7 @@ def _recurrent(inner: Model, space: gym.Space) -> Model:
     x = features(space, create_empty_array(space, 1))
     episode = np.ones((1, 1), np.int32)
     carry = jax.eval_shape(functools.partial(inner.first_state, episode=episode), jax.random.PRNGKey(0), x)
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), carry)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape[2:], leaf.dtype), carry)
     return inner._replace(step=inner.step if jax.tree.leaves(state) else None, first_state=state)
 
 
@@ -243,9 +244,10 @@ def _over_any_axes(
         told = {"episode": jnp.ones((*leading, 1), jnp.int32) if alone else seen.episode}
         if inner.step is None:
             return leading, x, told
-        first = jax.tree.map(lambda s: jnp.broadcast_to(s, (leading[0], *s.shape)), inner.first_state)
-        carry = first if not jax.tree.leaves(seen.state) else jax.tree.map(lambda s: s[:, 0], seen.state)
-        return leading, x, {**told, "carry": carry}
+        is_known = bool(jax.tree.leaves(seen.state))
+        runs = told["episode"].shape
+        first = jax.tree.map(lambda s: jnp.broadcast_to(s, (*runs, *s.shape)), inner.first_state)
+        return leading, x, {**told, "carry": seen.state if is_known else first}
 
     def init(key, observation):
         _, x, told = rows(observation)

@@ -300,21 +300,22 @@ class _Recurrent(nn.Module):
             x = call(self.body, mode="train")(x)
         x = _concatenate(x).reshape(*episode.shape, -1)
         cell = self._cell()
-        first = cell.initialize_carry(jax.random.PRNGKey(0), (len(episode), x.shape[-1]))
+        first = cell.initialize_carry(jax.random.PRNGKey(0), (*episode.shape, x.shape[-1]))
         carry = self.variable("carry", "state", lambda: first)
-        begins = jnp.concatenate([jnp.zeros_like(episode[:, :1]), episode[:, 1:] - episode[:, :-1]], 1) != 0
+        begins = jnp.concatenate([jnp.ones_like(episode[:, :1]), episode[:, 1:] - episode[:, :-1]], 1) != 0
 
         def row(cell, state, x):
-            x, begins = x
-            state = jax.tree.map(lambda s, f: jnp.where(begins[:, None], f, s), state, first)
+            x, begins, before = x
+            state = jax.tree.map(lambda b, s: jnp.where(begins[:, None], b, s), before, state)
             return cell(state, x)
 
         over_rows = nn.scan(
             row, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
         )
-        state, x = over_rows(cell, carry.value, (x, begins))
+        unknown = jax.tree.map(lambda s: jnp.zeros_like(s[:, 0]), carry.value)
+        state, x = over_rows(cell, unknown, (x, begins, carry.value))
         if self.is_mutable_collection("carry"):
-            carry.value = state
+            carry.value = jax.tree.map(lambda s: s[:, None], state)
         return x.reshape(-1, self.hidden_size)
 
 
