@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -103,9 +104,7 @@ def make_eval_env(
     if isinstance(env, (SyncVectorEnv, AsyncVectorEnv)):
         env = env.env_fns
     elif isinstance(env, VectorEnv):
-        if num_envs != env.num_envs:
-            raise ValueError(f"num_envs: {num_envs}, but a copy of env has {env.num_envs}")
-        env = _rebuild(env)
+        env = _rebuild(env) if num_envs == env.num_envs else _resize(env, num_envs)
     elif _is_object(env):
         return _from_factories([functools.partial(_rebuild, env)] * num_envs, time_limit)
     if isinstance(env, Sequence) and not isinstance(env, str):
@@ -237,6 +236,18 @@ def _rebuild(env: Any) -> Any:
             f"env: evaluation needs an environment of its own, but {type(env).__name__} cannot be "
             f"copied ({type(error).__name__}: {error}); pass a factory () -> env instead"
         ) from error
+
+
+def _resize(env: VectorEnv, num_envs: int) -> VectorEnv:
+    """A new vector environment like ``env`` of another size, from its spec."""
+    if env.spec is None:
+        raise ValueError(
+            f"num_envs: {num_envs}, but env is a {type(env).__name__} of {env.num_envs} without a spec, "
+            f"which can only be copied as it is; nearest valid value: {env.num_envs}, or give an id or a factory "
+            "() -> env"
+        )
+    kwargs = {**env.spec.kwargs, "num_envs": num_envs}
+    return gymnasium.make_vec(dataclasses.replace(env.spec, kwargs=kwargs))
 
 
 # Stepping them.

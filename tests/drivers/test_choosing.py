@@ -277,6 +277,12 @@ def test_an_error_in_a_thread_ends_the_run_as_itself():
         run(made)
 
 
+def test_a_vector_environment_is_made_anew_one_by_one():
+    made = joint(task=RLTask(gym.make_vec("CartPole-v1", num_envs=3)), driver="async")
+    assert [env.num_envs for env in made._driver._envs] == [1, 1, 1]
+    run(made, 1)
+
+
 def test_a_run_goes_on_after_a_stop(tmp_path):
     made = joint(driver="async", output_dir=str(tmp_path))
     made.run(2)

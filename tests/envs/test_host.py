@@ -483,6 +483,11 @@ def test_evaluation_gets_environments_of_its_own():
     assert make_eval_env("CartPole-v1", 3).num_envs == 3
     assert make_eval_env(Endless, 3, time_limit=2).num_envs == 3
     assert make_eval_env(gymnasium.make_vec("CartPole-v1", 3), 3).num_envs == 3
+    assert make_eval_env(gymnasium.make_vec("CartPole-v1", 3), 2).num_envs == 2
+    without_spec = gymnasium.make_vec("CartPole-v1", 3)
+    without_spec.spec = None
+    with pytest.raises(ValueError, match="num_envs: 2, but env is a CartPoleVectorEnv of 3 .* value: 3"):
+        make_eval_env(without_spec, 2)
     with pytest.raises(ValueError, match=r"env: .*Hidden cannot be copied.*pass a factory"):
         make_eval_env(Hidden())
     shared = Endless()
