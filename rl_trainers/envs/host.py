@@ -242,9 +242,8 @@ def _resize(env: VectorEnv, num_envs: int) -> VectorEnv:
     """A new vector environment like ``env`` of another size, from its spec."""
     if env.spec is None:
         raise ValueError(
-            f"num_envs: {num_envs}, but env is a {type(env).__name__} of {env.num_envs} without a spec, "
-            f"which can only be copied as it is; nearest valid value: {env.num_envs}, or give an id or a factory "
-            "() -> env"
+            f"num_envs: {num_envs}, but env is a {type(env).__name__} of {env.num_envs} without a spec; "
+            f"nearest valid value: {env.num_envs}, or give an id or a factory () -> env in its place"
         )
     kwargs = {**env.spec.kwargs, "num_envs": num_envs}
     return gymnasium.make_vec(dataclasses.replace(env.spec, kwargs=kwargs))
