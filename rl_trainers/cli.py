@@ -171,7 +171,7 @@ def parse(
         names = sorted({selector.rpartition(".")[2] for _, selector in used})
         first = unused[0].rpartition("/")[2].partition(".")[0]
         raise ValueError(
-            f"this run would not use: {', '.join(unused)}. Nearest that it uses: "
+            f"this run would not use: {', '.join(unused)}{_driver_hint(unused)}. Nearest that it uses: "
             f"{_nearest(first, names)!r}; --allow_unused runs all the same"
         )
 
@@ -257,6 +257,12 @@ def _with_nearest(message: str) -> str:
     return f"{message.strip()}; nearest: {_nearest(quoted.rpartition('.')[2], names)!r}"
 
 
+def _driver_hint(unused: Sequence[str]) -> str:
+    names = {cls.__name__: name for name, cls in drivers.BY_NAME.items()}
+    needed = {names[x.partition(".")[0]] for x in unused if x.partition(".")[0] in names}
+    return "".join(f" (which needs --driver {name})" for name in sorted(needed))
+
+
 def _bound(configurable: str, parameter: str, default: Any) -> Any:
     try:
         value = gin.query_parameter(f"{configurable}.{parameter}")
@@ -313,6 +319,8 @@ def _parse_seeded(
     for name in ("num_workers", "address"):
         value = getattr(arguments, name, None)
         if value is not None:
+            if arguments.driver not in (None, "ray"):
+                raise ValueError(f"--{name}={value} is for Ray; nearest valid value of --driver: ray")
             bindings = [*bindings, f"RayDriver.{name} = {value!r}"]
     if getattr(arguments, "driver", None) is not None:
         parse(files, bindings, True, own)
@@ -538,7 +546,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--driver", choices=("on_policy", "sync", "async", "ray"), help="who steps the environments"
     )
-    sub.add_argument("--num_workers", type=int, help="of Ray")
+    sub.add_argument("--num_workers", type=int, help="of Ray; by default one per CPU")
     sub.add_argument("--address", help="of a Ray cluster, such as auto; without it Ray starts here")
     sub.add_argument("--allow_unused", action="store_true", help="accept bindings without effect")
     sub.set_defaults(run=_train)

@@ -401,7 +401,7 @@ class RLTrainer:
                 return f"{name} learns from what older policies did too; nearest valid value: 'sync'"
             if any(trainer.n_steps > 1 or trainer.batch_size for trainer in self._trainers):
                 return (
-                    "it takes one optimizer step on all rows of each unroll; with batch_size=None and 1 "
+                    "it takes one optimizer step on all rows of each unroll; with batch sizes of None and 1 "
                     f"train step per epoch {name} does so; nearest valid value: 'sync'"
                 )
         if driver == "async" and not self.bears_lag:

@@ -557,7 +557,9 @@ def test_settings_of_a_driver_that_is_not_used_are_refused(config, tmp_path, cap
     assert "this run would not use: AsyncOffPolicyDriver.max_policy_lag" in capsys.readouterr().err
     gin.clear_config()
     assert cli.main([*arguments, "--num_workers", "2"]) == 2
-    assert "RayDriver.num_workers" in capsys.readouterr().err
+    assert "RayDriver.num_workers (which needs --driver ray)" in capsys.readouterr().err
+    assert cli.main([*arguments, "--driver", "async", "--num_workers", "2"]) == 2
+    assert "--num_workers=2 is for Ray; nearest valid value of --driver: ray" in capsys.readouterr().err
     gin.clear_config()
     assert cli.main([*arguments, "--driver", "on_policy"]) == 2
     assert "it takes one optimizer step on all rows of each unroll" in capsys.readouterr().err

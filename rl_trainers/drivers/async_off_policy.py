@@ -10,12 +10,13 @@ import gin
 import jax
 import numpy as np
 
-from rl_trainers.drivers.driver import Observer, check_fits, joined
+from rl_trainers.drivers.driver import Observer, check_fits, check_is_trainer, joined
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.off_policy import OffPolicyDriver
 from rl_trainers.drivers.replayers import Replayer, make_replayer
 from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
 from rl_trainers.envs.host import HostEnv, make_host_env
+from rl_trainers.supervised import check_counts
 from rl_trainers.types import Rollout
 
 
@@ -165,8 +166,8 @@ class AsyncOffPolicyDriver(AsyncDriver):
 
     Args:
         envs: ``N`` batched environments, of any kind that :func:`rl_trainers.envs.make_host_env` takes. Those
-            that are :class:`rl_trainers.envs.HostEnv` are closed by who made them. By default ``num_envs``
-            batches like the task's.
+            that are :class:`rl_trainers.envs.HostEnv` are closed by who made them. A function in their place
+            is ``env_f``, an id or an object ``env``. By default ``num_envs`` batches like the task's.
         algorithm: a trainer.
         num_actor_queues: ``A``, actor threads; batch ``i`` asks actor ``i % A``. 1 by default.
         unroll_length: ``T``, rows that an environment makes before it hands them over.
@@ -186,7 +187,7 @@ class AsyncOffPolicyDriver(AsyncDriver):
         env_batch_size: ``B``, environments in a batch that ``env`` or the task makes; 1 by default for
             ``env``, and the task's number for the task.
         lock_step: act and learn in turns, as a synchronous driver over ``N * B`` environments does, with the
-            same rows.
+            same rows, if these are seeded one by one, as with ``backend='sync'`` of the task.
         max_policy_lag: publishes that an unroll may be old when its turn comes, see
             :class:`rl_trainers.drivers.unrolls.AsyncUnrolls`.
         seed: of environments and actions; they begin as those of a task with this seed and ``N * B``
@@ -222,9 +223,11 @@ class AsyncOffPolicyDriver(AsyncDriver):
         max_policy_lag: int | None = None,
         seed: int = 0,
     ):
-        if algorithm is None:
-            raise ValueError("algorithm: is missing; pass a trainer")
-        sources = {"envs": envs, "env": env, "env_f": env_f}
+        check_is_trainer(algorithm)
+        reason = algorithm.why_not("lock_step" if lock_step else "async")
+        if reason:
+            raise ValueError(f"algorithm: {reason}")
+        sources = [(_kind(envs), envs), ("env", env), ("env_f", env_f)]
         self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
@@ -294,23 +297,35 @@ def side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
     return Rollout(steps, last, version), np.concatenate([unroll.env_id for unroll in unrolls])
 
 
+def _kind(envs: Any) -> str:
+    """As which argument something in the place of ``envs`` is meant, as ALF has a function there."""
+    if envs is None or (isinstance(envs, Sequence) and not isinstance(envs, str)):
+        return "envs"
+    return "env_f" if callable(envs) else "env"
+
+
 def _make_envs(
-    sources: dict[str, Any], task: Any, num_envs: int | None, size: int | None
+    sources: list[tuple[str, Any]], task: Any, num_envs: int | None, size: int | None
 ) -> tuple[list[HostEnv], set[int]]:
     """The batched environments, and the ids of those that were made here."""
-    given = [name for name, source in sources.items() if source is not None]
+    given = [(name, source) for name, source in sources if source is not None]
     if len(given) > 1:
-        raise ValueError(f"{given[0]}, {given[1]}: give one of {', '.join(sources)}, or none for the task's")
-    for name, value in [("num_envs", num_envs), ("env_batch_size", size)]:
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: must be at least 1, got {value}; the nearest is 1")
-    if size is not None and given and given[0] != "env":
-        raise ValueError(f"env_batch_size: is {size}, but {given[0]} has its own; leave it out")
-    envs, env, env_f = sources.values()
+        raise ValueError(
+            f"{given[0][0]}, {given[1][0]}: give one of envs, env and env_f, or none for the task's"
+        )
+    check_counts(1, num_envs=num_envs, env_batch_size=size)
+    kind, source = given[0] if given else ("", None)
+    if size is not None and kind in ("envs", "env_f"):
+        raise ValueError(f"env_batch_size: is {size}, but {kind} has its own; leave it out")
+    envs, env, env_f = (source if kind == name else None for name in ("envs", "env", "env_f"))
     makes: list[Callable[[], Any]]
     if envs is not None:
+        if not envs:
+            raise ValueError("envs: is empty; leave it out for environments like the task's")
         if num_envs not in (None, len(envs)):
             raise ValueError(f"num_envs: is {num_envs}, but envs has {len(envs)}; leave it out")
+        if len({id(each) for each in envs if hasattr(each, "step")}) < sum(hasattr(x, "step") for x in envs):
+            raise ValueError("envs: the same object is given twice, but each is stepped by its own thread")
         makes = [functools.partial(as_host, each) for each in envs]
     elif env_f is not None:
         makes = [lambda: as_host(env_f())]

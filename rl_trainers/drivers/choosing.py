@@ -41,7 +41,7 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
             of rows than an epoch has.
     """
     if not (callable(driver) or driver in _NAMES):
-        near = difflib.get_close_matches(str(driver), _NAMES, 1, 0.0)[0]
+        near = difflib.get_close_matches(str(driver).lower(), _NAMES, 1, 0.0)[0]
         raise ValueError(f"driver={driver!r} is none of {_NAMES}; nearest valid value: {near!r}")
     name = driver if driver in _OWN_LOOP else "async"
     reason = trainer.why_not(name) if name in _OWN_LOOP else _why_no_collector(trainer)
@@ -49,7 +49,7 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
         raise ValueError(f"driver={driver!r}: {reason}")
     if name in _OWN_LOOP:
         return None
-    made = (driver if callable(driver) else _by_name(driver, trainer))(algorithm=trainer)
+    made = _filled(driver, trainer)(algorithm=trainer)
     try:
         if not isinstance(made, AsyncDriver):
             raise ValueError(
@@ -84,12 +84,17 @@ def _why_no_collector(trainer: RLTrainer) -> str:
     return ""
 
 
-def _by_name(driver: str, trainer: RLTrainer) -> Callable:
-    """A driver whose every learn batch is an epoch; what gin files bind is left as they say."""
-    cls, count = BY_NAME[driver], "num_workers" if driver == "ray" else "num_envs"
-    num_envs = trainer.task.env.num_envs
-    default = num_envs if driver == "async" else max(_divisors(num_envs, os.cpu_count() or 1))
-    n = _bound(cls, count) or default
+def _filled(driver: Any, trainer: RLTrainer) -> Callable:
+    """A driver whose every learn batch is an epoch; what the caller and gin files say is left."""
+    driver = functools.partial(BY_NAME[driver] if isinstance(driver, str) else driver)
+    cls, given = driver.func, driver.keywords
+    is_ours = isinstance(cls, type) and issubclass(cls, tuple(BY_NAME.values()))
+    if not is_ours or driver.args or given.keys() & {"envs", "env", "env_f"}:
+        return driver
+    is_ray, num_envs = issubclass(cls, RayDriver), trainer.task.env.num_envs
+    count = "num_workers" if is_ray else "num_envs"
+    default = max(_divisors(num_envs, os.cpu_count() or 1)) if is_ray else num_envs
+    n = given.get(count) or _bound(cls, count) or default
     if num_envs % n:
         near = min(_divisors(num_envs, num_envs), key=lambda d: abs(d - n))
         raise ValueError(
@@ -102,7 +107,7 @@ def _by_name(driver: str, trainer: RLTrainer) -> Callable:
     length = (trainer.n_interactions_per_epoch or 0) // num_envs
     defaults = {count: n, "env_batch_size": num_envs // n, "learn_queue_cap": n, "unroll_length": length}
     free = {k: v for k, v in {**defaults, "seed": seed}.items() if _bound(cls, k) is None}
-    return functools.partial(cls, **free)
+    return functools.partial(cls, **{**free, **given})
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -129,7 +134,8 @@ def _check_rows(trainer: RLTrainer, driver: Any) -> None:
     if length * columns != trainer.n_interactions_per_epoch:
         raise ValueError(
             f"n_interactions_per_epoch={trainer.n_interactions_per_epoch}, but the driver hands over "
-            f"unroll_length={length} times {columns} rows; nearest valid value: {length * columns}"
+            f"unroll_length={length} times {columns} rows; leave unroll_length out, or nearest valid value: "
+            f"{length * columns}"
         )
 
 

@@ -43,7 +43,7 @@ class Driver:
         train_metrics: what the last training said, by name.
 
     Raises:
-        ValueError: ``use_rollout_state`` is not that of the algorithm.
+        ValueError: ``use_rollout_state`` is not that of the algorithm, or something to call is no function.
     """
 
     def __init__(
@@ -59,6 +59,9 @@ class Driver:
                 f"use_rollout_state: is {use_rollout_state}, but {algorithm.use_rollout_state} in the "
                 "algorithm, which decides; leave it out here"
             )
+        for name, called in {"observers": observers, "metrics": metrics}.items():
+            if not isinstance(called, Sequence) or not all(map(callable, called)):
+                raise ValueError(f"{name}: expected a list of functions (rollout, env_id), got {called!r}")
         self.algorithm, self.total_envs = algorithm, total_envs
         self.has_lag, self.episodes, self.lags = False, NO_EPISODES, [0]
         self._observers = tuple(observers)
@@ -89,6 +92,12 @@ class Driver:
         observers: list[Observer] = [*self._observers, *self._metrics]
         for observer in observers:
             observer(rollout, env_id)
+
+
+def check_is_trainer(algorithm: Any) -> None:
+    """Refuses what is no trainer."""
+    if isinstance(algorithm, type) or not hasattr(algorithm, "train_on"):
+        raise ValueError(f"algorithm: must be a trainer such as PPOJoint(task), got {algorithm!r}")
 
 
 def check_like(task: Any, env: Any) -> None:

@@ -194,9 +194,9 @@ def _epsilon(training: bool, greedy_predict: bool, epsilon_greedy: float | None)
 
 def _check_trains(algorithm: Any, epsilon: float | None) -> None:
     if not algorithm.on_policy:
+        way = "make it with driver='sync'" if hasattr(algorithm, "explore") else "use SyncOffPolicyDriver"
         raise ValueError(
-            f"algorithm: {type(algorithm).__name__} learns from a replay; use SyncOffPolicyDriver, or "
-            "training=False"
+            f"algorithm: {type(algorithm).__name__} learns from a replay; {way}, or training=False"
         )
     if algorithm.is_recurrent and not algorithm.use_rollout_state:
         raise ValueError(

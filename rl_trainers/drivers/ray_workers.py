@@ -22,12 +22,13 @@ import numpy as np
 
 from rl_trainers.acting import load, see
 from rl_trainers.drivers.async_off_policy import AsyncDriver, as_host, check_host
-from rl_trainers.drivers.driver import Observer, check_like, check_no_window
+from rl_trainers.drivers.driver import Observer, check_is_trainer, check_like, check_no_window
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import OneTimeReplayer, make_replayer
-from rl_trainers.drivers.unrolls import Unroll, check_at_least
+from rl_trainers.drivers.unrolls import Unroll
 from rl_trainers.envs.host import HostEnv
 from rl_trainers.rollout import Episodes, initial_actor, unroll_host
+from rl_trainers.supervised import check_counts
 from rl_trainers.types import PyTree, Rollout
 
 _log = logging.getLogger(__name__)
@@ -193,9 +194,9 @@ class RayUnrolls:
         address: str | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ):
-        check_at_least(1, num_workers=num_workers, learn_queue_cap=learn_queue_cap)
-        check_at_least(1, unroll_length=recipe.unroll_length)
-        check_at_least(0, max_policy_lag=max_policy_lag, max_restarts=max_restarts, seed=seed)
+        check_counts(1, num_workers=num_workers, learn_queue_cap=learn_queue_cap)
+        check_counts(1, unroll_length=recipe.unroll_length)
+        check_counts(0, max_policy_lag=max_policy_lag, max_restarts=max_restarts, seed=seed)
         for name in {"max_restarts", "max_task_retries"} & set(worker_options or {}):
             raise ValueError(
                 f"worker_options: {name} would start environments anew without a word; leave it out, and use "
@@ -275,7 +276,7 @@ class RayUnrolls:
         Raises:
             ValueError: ``n`` is less than 1.
         """
-        check_at_least(1, num_workers=n)
+        check_counts(1, num_workers=n)
         self._n = n
         if not self._workers:  # they are not started yet
             return
@@ -299,7 +300,7 @@ class RayUnrolls:
         if self.is_stopped:
             raise RuntimeError("the workers are stopped")
         if not self._is_started:
-            raise RuntimeError("call start() before take()")
+            raise RuntimeError("nothing runs yet: call start() first")
         unrolls: list[Unroll] = []
         while len(unrolls) < self.learn_queue_cap:
             worker = self._next_finished()
@@ -412,6 +413,13 @@ class RayUnrolls:
         return []
 
     def _replace(self, worker: _Handle, error: Exception) -> None:
+        if getattr(error, "actor_init_failed", False):
+            error.add_note(
+                f"the worker {worker.number} could not be made: it needs this package and what makes the "
+                "environments, which worker_options={'runtime_env': ..} can bring to other machines"
+            )
+            self._error = error
+            raise error
         if worker.n_deaths == self._max_restarts:
             error.add_note(
                 f"the worker {worker.number} was replaced max_restarts={self._max_restarts} times in a row"
@@ -521,15 +529,14 @@ class RayDriver(AsyncDriver):
         worker_options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        if algorithm is None:
-            raise ValueError("algorithm: is missing; pass a trainer")
+        check_is_trainer(algorithm)
         if hasattr(algorithm, "explore"):
             raise ValueError(
                 f"algorithm: workers act by the policy alone, and {type(algorithm).__name__} explores by a "
                 "schedule; nearest valid value of its driver: 'async'"
             )
         import_ray()
-        check_at_least(1, num_workers=num_workers, env_batch_size=env_batch_size)
+        check_counts(1, num_workers=num_workers, env_batch_size=env_batch_size)
         make_env, size = _source(env, env_f, algorithm.task, env_batch_size)
         total_envs, self._unroll_length, self.has_lag = num_workers * size, unroll_length, True
         super().__init__(algorithm, total_envs, observers, metrics, use_rollout_state)
@@ -601,7 +608,12 @@ def import_ray() -> Any:
 def _connect(ray: Any, address: str | None) -> str:
     """Returns what was done: ``'local'``, the address, or nothing."""
     if address is not None:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ValueError(
+                f"address={address!r}: {str(error).splitlines()[0]} Without an address Ray starts here."
+            ) from error
         return address
     if ray.is_initialized():
         return ""

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from rl_trainers.drivers.metrics import in_order
+from rl_trainers.supervised import check_counts
 from rl_trainers.types import EnvInfo, PyTree, Rollout, TimeStep
 
 
@@ -131,7 +132,7 @@ class UniformReplayer(_RingReplayer):
     """
 
     def __init__(self, total_envs: int, max_length: int = 1024, seed: int | np.random.Generator = 0):
-        _check_positive(total_envs=total_envs, max_length=max_length)
+        check_counts(1, total_envs=total_envs, max_length=max_length)
         super().__init__(total_envs, max_length)
         self.rng, self._batch_size = np.random.default_rng(seed), total_envs
 
@@ -154,10 +155,16 @@ class UniformReplayer(_RingReplayer):
             A rollout ``[L, n]``.
 
         Raises:
+            RuntimeError: nothing of an environment is stored.
             ValueError: an environment holds fewer rows, or an argument is less than 1.
         """
-        _check_positive(n=n, length=length)
+        check_counts(1, n=n, length=length)
         size = self._ring.size
+        if not size.min():
+            raise RuntimeError(
+                f"uniform: nothing was observed of environment {size.argmin()} yet; collect more, as "
+                "collect_initially does"
+            )
         if size.min() < length:
             raise ValueError(
                 f"length: environment {size.argmin()} holds {size.min()} rows, which is less than "
@@ -211,7 +218,8 @@ class CycleOneTimeReplayer(_RingReplayer):
     def __init__(
         self, total_envs: int, num_envs: int = 1, unroll_length: int = 8, learn_queue_cap: int = 1
     ) -> None:
-        _check_positive(
+        check_counts(
+            1,
             total_envs=total_envs,
             num_envs=num_envs,
             unroll_length=unroll_length,
@@ -409,12 +417,6 @@ def _check_same(stored: TimeStep, steps: TimeStep) -> None:
     for x, y in zip(jax.tree.leaves(stored), jax.tree.leaves(steps), strict=True):
         if x.shape[2:] != y.shape[2:]:
             raise ValueError(f"rollout: has rows of shape {y.shape[2:]}, the replayer holds {x.shape[2:]}")
-
-
-def _check_positive(**arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < 1:
-            raise ValueError(f"{name}: must be >= 1, got {value}; the nearest valid value is 1")
 
 
 def _check_multiple(name: str, value: int, of: str, unit: int) -> None:

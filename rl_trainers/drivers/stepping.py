@@ -10,10 +10,11 @@ import numpy as np
 
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.acting import compiled
-from rl_trainers.drivers.driver import Driver, Observer, check_fits
+from rl_trainers.drivers.driver import Driver, Observer, check_fits, check_is_trainer
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.envs.native import DeviceEnv, is_jax_env
+from rl_trainers.supervised import check_counts
 from rl_trainers.types import ActorState, PyTree, Rollout
 
 
@@ -54,8 +55,7 @@ class SteppingDriver(Driver):
         apart: bool = False,
         epsilon: float | None = None,
     ):
-        if algorithm is None:
-            raise ValueError("algorithm: is missing; pass a trainer")
+        check_is_trainer(algorithm)
         task = algorithm.task
         self.env, self._is_owned = _make(env, task, env_batch_size, apart)
         try:
@@ -189,8 +189,7 @@ def _is_same(first: ActorState, second: ActorState) -> bool:
 
 def _make(env: Any, task: Any, size: int | None, apart: bool) -> tuple[HostEnv | DeviceEnv, bool]:
     """The environments, and whether they are made here."""
-    if size is not None and size < 1:
-        raise ValueError(f"env_batch_size: must be at least 1, got {size}; the nearest is 1")
+    check_counts(1, env_batch_size=size)
     if env is None and apart:
         return task.make_envs(size or task.env.num_envs), True
     if env is None or isinstance(env, (HostEnv, DeviceEnv)):

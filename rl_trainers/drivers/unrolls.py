@@ -23,6 +23,7 @@ import numpy as np
 from rl_trainers.drivers.driver import Observer
 from rl_trainers.envs.host import HostEnv
 from rl_trainers.rollout import Act, Episodes, initial_actor, unroll_host
+from rl_trainers.supervised import check_counts
 from rl_trainers.types import PyTree, Rollout
 
 _log = logging.getLogger(__name__)
@@ -125,8 +126,8 @@ class AsyncUnrolls:
         n, self.num_envs = len(envs), envs[0].num_envs
         caps = num_actor_queues, actor_queue_cap, learn_queue_cap
         n_actors, self._actor_cap, self.learn_queue_cap = _capacities(n, *caps, lock_step)
-        check_at_least(1, unroll_length=unroll_length)
-        check_at_least(0, max_policy_lag=max_policy_lag, seed=seed)
+        check_counts(1, unroll_length=unroll_length)
+        check_counts(0, max_policy_lag=max_policy_lag, seed=seed)
         self._to_env, self._unroll_length, self._observers = to_env, unroll_length, tuple(observers)
         self._policy_state, self._seed, self._lock_step = policy_state, seed, lock_step
         self._keys = [key] if n_actors == 1 else list(jax.random.split(key, n_actors))
@@ -211,7 +212,7 @@ class AsyncUnrolls:
             Exception: what a thread raised, as itself, at once.
         """
         if not self._threads:
-            raise RuntimeError("call start() before take()")
+            raise RuntimeError("nothing runs yet: call start() first")
         unrolls: list[Unroll] = []
         with self._has_finished:
             self._admit(0 if self._lock_step else self.learn_queue_cap)
@@ -434,7 +435,7 @@ def _checked(envs: Sequence[HostEnv]) -> list[HostEnv]:
 def _capacities(n: int, n_actors: Any, actor_cap: Any, learn_cap: Any, lock_step: bool) -> tuple:
     """``(num_actor_queues, actor_queue_cap, learn_queue_cap)`` that ``n`` environments can serve."""
     given = {"num_actor_queues": n_actors, "actor_queue_cap": actor_cap, "learn_queue_cap": learn_cap}
-    check_at_least(1, **given)
+    check_counts(1, **given)
     if lock_step:
         for (name, value), needed in zip(given.items(), (1, n, n), strict=True):
             if value not in (None, needed):
@@ -454,10 +455,3 @@ def _capacities(n: int, n_actors: Any, actor_cap: Any, learn_cap: Any, lock_step
             + ", ".join(nearest)
         )
     return n_actors, actor_cap, learn_cap
-
-
-def check_at_least(least: int, **arguments: int | None) -> None:
-    """Refuses arguments that are less."""
-    for name, value in arguments.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}: must be at least {least}, got {value}; the nearest is {least}")

@@ -35,6 +35,12 @@ class Algorithm:
         self.state = types.SimpleNamespace(step=0)
         self._act, self._policy_state = act, policy_state
 
+    def why_not(self, driver):
+        return ""
+
+    def train_on(self, data):
+        raise AssertionError("no test here trains")
+
     def actor(self):
         step = self.state.step
 
@@ -200,13 +206,14 @@ class Noting(FourSteps):
         self.is_open = False
 
 
-@pytest.mark.parametrize("how", ["env", "env_f", "task"])
+@pytest.mark.parametrize("how", ["env", "env_f", "as in ALF", "task"])
 def test_environments_are_made_once_and_closed_after_their_threads(how):
     algorithm = Algorithm(Noting, num_envs=2)
     Noting.made = Noting.closed = Noting.broken = 0
     source = {
         "env": {"env": Noting, "env_batch_size": 2},
         "env_f": {"env_f": lambda: make_host_env([Noting, Noting])},
+        "as in ALF": {"envs": lambda: make_host_env([Noting, Noting])},
         "task": {},
     }[how]
     driver = AsyncOffPolicyDriver(algorithm=algorithm, num_envs=3, learn_queue_cap=2, **source)
@@ -231,12 +238,18 @@ def test_environments_that_were_made_are_closed_if_something_does_not_fit():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": None}, "algorithm: is missing"),
-        ({"envs": [FourSteps], "env": FourSteps}, "envs, env: give one of envs, env, env_f"),
+        ({"algorithm": None}, "algorithm: must be a trainer such as PPOJoint\\(task\\), got None"),
+        ({"envs": [FourSteps], "env": FourSteps}, "envs, env: give one of envs, env and env_f"),
+        ({"envs": []}, "envs: is empty"),
+        ({"envs": 2 * [FourSteps()]}, "envs: the same object is given twice"),
+        ({"observers": print}, "observers: expected a list of functions"),
+        ({"metrics": [3]}, "metrics: expected a list of functions"),
+        ({"algorithm": Algorithm}, "algorithm: must be a trainer"),
+        ({"unroll_length": 2.5}, "unroll_length=2.5 must be a whole number of at least 1"),
         ({"envs": [FourSteps], "num_envs": 2}, "num_envs: is 2, but envs has 1"),
         ({"env": FourSteps(), "num_envs": 2}, "env: one object cannot be num_envs=2 batches"),
         ({"env_f": FourSteps, "env_batch_size": 2}, "env_batch_size: is 2, but env_f has its own"),
-        ({"num_envs": 0}, "num_envs: must be at least 1, got 0"),
+        ({"num_envs": 0}, "num_envs=0 must be a whole number of at least 1"),
         ({"env": "CartPole-v1"}, r"env: observation_space is Box\(.*\(4,\).* in the task"),
         ({"exp_replayer": "uniformly"}, "nearest is 'uniform'"),
         ({"num_envs": 3, "learn_queue_cap": 2, "exp_replayer": "cycle_one_time"}, "learn_queue_cap"),

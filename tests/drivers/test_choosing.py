@@ -207,6 +207,8 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
     "make, message",
     [
         (lambda: joint(driver="asynch"), "driver='asynch' is none of .*; nearest valid value: 'async'"),
+        (lambda: joint(driver="ASYNC"), "driver='ASYNC' is none of .*; nearest valid value: 'async'"),
+        (lambda: AsyncOffPolicyDriver(algorithm=joint(A2CJoint)), "algorithm: A2CJoint takes all rows for"),
         (
             lambda: joint(driver=SyncOffPolicyDriver),
             "makes a SyncOffPolicyDriver.*; nearest valid value: 'sync'",
@@ -230,15 +232,15 @@ def test_the_on_policy_driver_takes_one_step_on_each_unroll():
         ),
         (
             lambda: joint(driver=functools.partial(AsyncOffPolicyDriver, num_envs=2, env_batch_size=1)),
-            "learn batches have 1 columns, .* num_envs=6",
+            "learn batches have 2 columns, .* num_envs=6",
         ),
         (
             lambda: joint(
                 driver=functools.partial(
-                    AsyncOffPolicyDriver, num_envs=6, env_batch_size=1, learn_queue_cap=6
+                    AsyncOffPolicyDriver, num_envs=6, env_batch_size=1, unroll_length=8
                 )
             ),
-            "n_interactions_per_epoch=96, but .* unroll_length=8 times 6 rows; nearest valid value: 48",
+            "n_interactions_per_epoch=96, but .* unroll_length=8 times 6 rows; leave .* valid value: 48",
         ),
     ],
 )
@@ -275,6 +277,18 @@ def test_an_error_in_a_thread_ends_the_run_as_itself():
     made = joint(task=task(env=Fails), driver="async")
     with pytest.raises(Exception, match="boom"):
         run(made)
+
+
+def test_what_a_driver_is_not_told_fits_the_trainer():
+    made = joint(task=task(num_envs=4), driver=functools.partial(AsyncOffPolicyDriver, num_envs=2))
+    driver = made._driver
+    assert driver.shape == (24, 4)
+    assert [env.num_envs for env in driver._envs] == [2, 2]
+    run(made, 1)
+    assert driver.unrolls.n_finished >= 2
+    made = joint(driver=functools.partial(AsyncOffPolicyDriver, max_policy_lag=9))
+    assert (made._driver.shape, made._driver.unrolls.max_policy_lag) == ((16, 6), 9)
+    made.close()
 
 
 def test_a_vector_environment_is_made_anew_one_by_one():

@@ -264,7 +264,7 @@ def test_what_replayers_refuse():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": None}, "algorithm: is missing"),
+        ({"algorithm": None}, "algorithm: must be a trainer such as PPOJoint\\(task\\), got None"),
         ({"unroll_length": 0}, "unroll_length=0 must be .* nearest valid value: 1"),
         ({"exp_replayer": "uniformly"}, "exp_replayer: 'uniformly' is none of .*; the nearest is 'uniform'"),
         ({"observation_transformer": len}, r"RLTask\(timestep_to_np"),

@@ -273,7 +273,7 @@ def test_a_distribution_without_a_mode_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": None}, "algorithm: is missing"),
+        ({"algorithm": None}, "algorithm: must be a trainer such as PPOJoint\\(task\\), got None"),
         ({"final_step_mode": 3}, "final_step_mode: must be 0 .* got 3; the nearest is 2"),
         ({"train_interval": 0}, "train_interval: must be at least 1 rows, got 0; the nearest is 1"),
         (
@@ -287,7 +287,7 @@ def test_a_distribution_without_a_mode_is_named():
         ({"use_rollout_state": False}, "use_rollout_state: is False, but True in the algorithm"),
         ({"env": "CartPole-v1"}, "env: observation_space is .* in the task"),
         ({"env_batch_size": 3}, "env_batch_size: is 3, but env has 2"),
-        ({"env": "CartPole-v1", "env_batch_size": 0}, "env_batch_size: must be at least 1, got 0"),
+        ({"env": "CartPole-v1", "env_batch_size": 0}, "env_batch_size=0 must be a whole number"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(settings, message):

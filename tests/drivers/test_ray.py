@@ -246,6 +246,25 @@ def test_a_worker_that_always_dies_is_an_error(closing):
     assert driver.unrolls.n_restarts == 1
 
 
+def test_a_worker_that_cannot_be_made_is_an_error_at_once(closing):
+    no_jax = {"runtime_env": {"env_vars": {"JAX_ENABLE_X64": "perhaps"}}}
+    driver = closing(Clock, trainer_of(Clock), worker_options=no_jax)
+    driver.start()
+    with pytest.raises(ray.exceptions.RayActorError) as raised:
+        driver.collect()
+    assert "worker 0 could not be made: it needs this package" in raised.value.__notes__[0]
+    assert driver.unrolls.n_restarts == 0
+
+
+def test_an_address_where_nobody_is_is_refused(monkeypatch):
+    def nobody(*_, **__):
+        raise ConnectionError("Could not find any running Ray instance.\nAnd more.")
+
+    monkeypatch.setattr(ray, "init", nobody)
+    with pytest.raises(ValueError, match="^address='auto': Could not find any running Ray instance. Without"):
+        RayDriver(algorithm=trainer_of(Clock), address="auto")
+
+
 def test_errors_of_environments_are_raised_as_themselves(closing):
     driver = closing(functools.partial(Clock, fails=4), trainer_of(Clock), num_workers=2, learn_queue_cap=3)
     driver.start()
@@ -287,7 +306,7 @@ def test_the_number_of_workers_changes_while_it_runs(closing):
     driver.stop()
 
     assert [len(lives) for _, lives in sorted(watch.lives().items())] == [1, 1, 2, 2, 1, 1]
-    with pytest.raises(ValueError, match="num_workers: must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_workers=0 must be a whole number of at least 1"):
         driver.set_num_workers(0)
 
 
@@ -350,13 +369,13 @@ def test_it_starts_anew_after_a_stop_and_after_an_error(closing):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": None}, "algorithm: is missing"),
+        ({"algorithm": None}, "algorithm: must be a trainer such as PPOJoint\\(task\\), got None"),
         ({"env": Clock, "env_f": Clock}, "env, env_f: give one of them"),
         ({"env": Clock()}, "env: one object, a Clock, cannot be in every worker"),
-        ({"num_workers": 0}, "num_workers: must be at least 1, got 0"),
-        ({"unroll_length": 0}, "unroll_length: must be at least 1, got 0"),
-        ({"learn_queue_cap": 0}, "learn_queue_cap: must be at least 1, got 0"),
-        ({"max_restarts": -1}, "max_restarts: must be at least 0, got -1"),
+        ({"num_workers": 0}, "num_workers=0 must be a whole number of at least 1"),
+        ({"unroll_length": 0}, "unroll_length=0 must be a whole number of at least 1"),
+        ({"learn_queue_cap": 0}, "learn_queue_cap=0 must be a whole number of at least 1"),
+        ({"max_restarts": -1}, "max_restarts=-1 must be a whole number of at least 0"),
         ({"worker_options": {"max_restarts": 1}}, "worker_options: max_restarts would start"),
         ({"exp_replayer": "uniformly"}, "nearest is 'uniform'"),
         ({"use_rollout_state": False}, "use_rollout_state: is False, but True"),

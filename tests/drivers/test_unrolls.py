@@ -184,9 +184,9 @@ def test_rule_against_deadlock():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"unroll_length": 0}, "unroll_length: must be at least 1, got 0"),
-        ({"learn_queue_cap": 0}, "learn_queue_cap: must be at least 1, got 0"),
-        ({"max_policy_lag": -1}, "max_policy_lag: must be at least 0"),
+        ({"unroll_length": 0}, "unroll_length=0 must be a whole number of at least 1"),
+        ({"learn_queue_cap": 0}, "learn_queue_cap=0 must be a whole number of at least 1"),
+        ({"max_policy_lag": -1}, "max_policy_lag=-1 must be a whole number of at least 0"),
         ({"lock_step": True, "learn_queue_cap": 1}, "learn_queue_cap: is 1, but lock_step with 2 .* needs 2"),
         ({"lock_step": True, "num_actor_queues": 2}, "num_actor_queues: is 2, but lock_step .* needs 1"),
     ],
