@@ -38,6 +38,7 @@ from rl_trainers.trainer import parameters
 
 _log = logging.getLogger(__name__)
 _CONFIG = "config.gin"
+_STOPPED = 130  # as shells say of SIGINT
 _N_FINAL_EPISODES = 20
 
 for _name in ("tanh", "relu", "gelu", "silu", "elu"):
@@ -306,10 +307,12 @@ def _train(arguments: argparse.Namespace) -> int:
     if trainer.current_epoch < n_epochs:
         print(f"\nstopped after epoch {trainer.current_epoch} of {n_epochs}")
         print(f"continue         {_command()} train --output_dir {arguments.output_dir}")
+        code = _STOPPED
     else:
         _report(trainer, arguments.output_dir)
+        code = 0
     trainer.close()
-    return 0
+    return code
 
 
 def _parse_seeded(
@@ -396,7 +399,7 @@ def _train_many(arguments: argparse.Namespace) -> int:
             list(pool.map(functools.partial(_train_member, arguments), all_))
     elif trainers[0].current_epoch < _bound("train", "n_epochs", 100):
         print(f"\nstopped after epoch {trainers[0].current_epoch}; the same command goes on")
-        return 0
+        return _STOPPED
     _report_many(root, [member.name for member in all_])
     return 0
 
@@ -571,7 +574,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process by default.
 
     Returns:
-        The exit code: 0, or 2 for a mistake in the arguments or the configuration.
+        The exit code: 0; 2 for a mistake in the arguments or the configuration; 130 for a run that Ctrl-C
+        stopped early.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     arguments = _parser().parse_args(argv)

@@ -330,7 +330,7 @@ def test_an_interrupt_finishes_the_epoch(config, tmp_path, interrupts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PPOJoint, "train_epoch", interrupt)
         arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
-        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 0
+        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 130
     assert [line["epoch"] for line in lines(tmp_path)] == [1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -378,7 +378,7 @@ def test_ctrl_c_ends_after_the_running_epoch_and_the_run_goes_on(tmp_path, backe
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     (epoch,) = re.findall(r"stopped after epoch (\d+) of 100000", out)
     assert lines(run_dir)[-1]["epoch"] == int(epoch)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [epoch]
@@ -420,7 +420,7 @@ def test_a_second_interrupt_ends_the_run_at_once_and_saves_nothing(config, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PPOJoint, "train_epoch", interrupt)
         arguments = ["train", "--config_file", config, "--output_dir", str(tmp_path)]
-        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 0
+        assert cli.main([*arguments, "--config", "train.n_epochs = 50"]) == 130
     assert [line["epoch"] for line in lines(tmp_path)] == [1]
     assert checkpoint.latest_step(tmp_path) is None
 
