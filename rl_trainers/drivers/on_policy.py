@@ -117,7 +117,7 @@ class OnPolicyDriver(SteppingDriver):
         if mode not in (self.FINAL_STEP_REDO, self.FINAL_STEP_SKIP, self.FINAL_STEP_NO):
             raise ValueError(
                 f"final_step_mode: must be 0 (FINAL_STEP_REDO), 1 (FINAL_STEP_SKIP) or 2 (FINAL_STEP_NO), "
-                f"got {mode}; the nearest is {int(mode > 0) * 2}"
+                f"got {mode!r}; the nearest is {2 * (isinstance(mode, int) and mode > 0)}"
             )
         least = 2 if training and mode == self.FINAL_STEP_NO else 1
         if interval < least:
