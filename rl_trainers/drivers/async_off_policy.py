@@ -10,7 +10,7 @@ import gin
 import jax
 import numpy as np
 
-from rl_trainers.drivers.driver import Observer, check_fits, check_is_trainer, joined
+from rl_trainers.drivers.driver import Observer, check_algorithm, check_fits, joined
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.off_policy import OffPolicyDriver
 from rl_trainers.drivers.replayers import Replayer, make_replayer
@@ -223,10 +223,7 @@ class AsyncOffPolicyDriver(AsyncDriver):
         max_policy_lag: int | None = None,
         seed: int = 0,
     ):
-        check_is_trainer(algorithm)
-        reason = algorithm.why_not("lock_step" if lock_step else "async")
-        if reason:
-            raise ValueError(f"algorithm: {reason}")
+        check_algorithm(algorithm, "lock_step" if lock_step else "async")
         sources = [(_kind(envs), envs), ("env", env), ("env_f", env_f)]
         self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
         try:
@@ -254,7 +251,6 @@ class AsyncOffPolicyDriver(AsyncDriver):
             self._close_owned()
             raise
         self._seed, self._n_starts, self._unroll_length = seed, 0, unroll_length
-        self.has_lag = not lock_step
 
     def _policy(self) -> Any:
         return self.algorithm.actor()

@@ -43,11 +43,11 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
     if not (callable(driver) or driver in _NAMES):
         near = difflib.get_close_matches(str(driver).lower(), _NAMES, 1, 0.0)[0]
         raise ValueError(f"driver={driver!r} is none of {_NAMES}; nearest valid value: {near!r}")
-    name = driver if driver in _OWN_LOOP else "async"
-    reason = trainer.why_not(name) if name in _OWN_LOOP else _why_no_collector(trainer)
+    has_own_loop = driver in _OWN_LOOP
+    reason = trainer.why_not(driver) if has_own_loop else _why_no_collector(trainer)
     if reason:
         raise ValueError(f"driver={driver!r}: {reason}")
-    if name in _OWN_LOOP:
+    if has_own_loop:
         return None
     made = _filled(driver, trainer)(algorithm=trainer)
     try:
@@ -56,9 +56,6 @@ def make(trainer: RLTrainer, driver: Any) -> Any:
                 f"driver={driver!r} makes a {type(made).__name__}, which does not collect beside the trainer "
                 "as AsyncOffPolicyDriver and RayDriver do; nearest valid value: 'sync'"
             )
-        reason = trainer.why_not(name if made.has_lag else "lock_step")
-        if reason:
-            raise ValueError(f"driver={driver!r}: {reason}")
         _check_rows(trainer, made)
     except ValueError:
         if isinstance(made, Driver):

@@ -36,7 +36,6 @@ class Driver:
             from recurrent states that acting has stored.
 
     Attributes:
-        has_lag: whether rows may be of older policies than the newest.
         episodes: those that ended in what was collected last.
         lags: publishes that each unroll of it was old.
         counter: trainings so far, as ALF counts them.
@@ -63,7 +62,7 @@ class Driver:
             if not isinstance(called, Sequence) or not all(map(callable, called)):
                 raise ValueError(f"{name}: expected a list of functions (rollout, env_id), got {called!r}")
         self.algorithm, self.total_envs = algorithm, total_envs
-        self.has_lag, self.episodes, self.lags = False, NO_EPISODES, [0]
+        self.episodes, self.lags = NO_EPISODES, [0]
         self._observers = tuple(observers)
         self._metrics = [*standard_metrics(total_envs), *metrics]
         self.counter = 0
@@ -94,10 +93,18 @@ class Driver:
             observer(rollout, env_id)
 
 
-def check_is_trainer(algorithm: Any) -> None:
-    """Refuses what is no trainer."""
+def check_algorithm(algorithm: Any, driver: str | None = None) -> None:
+    """Refuses what is no trainer, or one that a kind of driver would harm.
+
+    Args:
+        algorithm: a trainer?
+        driver: as ``why_not`` of :class:`rl_trainers.trainer.RLTrainer` takes it.
+    """
     if isinstance(algorithm, type) or not hasattr(algorithm, "train_on"):
         raise ValueError(f"algorithm: must be a trainer such as PPOJoint(task), got {algorithm!r}")
+    reason = algorithm.why_not(driver) if driver else ""
+    if reason:
+        raise ValueError(f"algorithm: {reason}")
 
 
 def check_like(task: Any, env: Any) -> None:

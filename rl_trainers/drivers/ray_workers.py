@@ -22,7 +22,7 @@ import numpy as np
 
 from rl_trainers.acting import load, see
 from rl_trainers.drivers.async_off_policy import AsyncDriver, as_host, check_host
-from rl_trainers.drivers.driver import Observer, check_is_trainer, check_like, check_no_window
+from rl_trainers.drivers.driver import Observer, check_algorithm, check_like, check_no_window
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import OneTimeReplayer, make_replayer
 from rl_trainers.drivers.unrolls import Unroll
@@ -529,7 +529,7 @@ class RayDriver(AsyncDriver):
         worker_options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        check_is_trainer(algorithm)
+        check_algorithm(algorithm, "async")
         if hasattr(algorithm, "explore"):
             raise ValueError(
                 f"algorithm: workers act by the policy alone, and {type(algorithm).__name__} explores by a "
@@ -538,7 +538,7 @@ class RayDriver(AsyncDriver):
         import_ray()
         check_counts(1, num_workers=num_workers, env_batch_size=env_batch_size)
         make_env, size = _source(env, env_f, algorithm.task, env_batch_size)
-        total_envs, self._unroll_length, self.has_lag = num_workers * size, unroll_length, True
+        total_envs, self._unroll_length = num_workers * size, unroll_length
         super().__init__(algorithm, total_envs, observers, metrics, use_rollout_state)
         self.replayer = make_replayer(
             exp_replayer, total_envs, num_workers, unroll_length, learn_queue_cap, seed

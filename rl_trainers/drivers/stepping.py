@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_trainers import rollout as rollout_lib
 from rl_trainers.acting import compiled
-from rl_trainers.drivers.driver import Driver, Observer, check_fits, check_is_trainer
+from rl_trainers.drivers.driver import Driver, Observer, check_algorithm, check_fits
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.envs.host import HostEnv, make_host_env
 from rl_trainers.envs.native import DeviceEnv, is_jax_env
@@ -55,7 +55,7 @@ class SteppingDriver(Driver):
         apart: bool = False,
         epsilon: float | None = None,
     ):
-        check_is_trainer(algorithm)
+        check_algorithm(algorithm)
         task = algorithm.task
         self.env, self._is_owned = _make(env, task, env_batch_size, apart)
         try:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_trainers import PPOJoint, RLTask, models
+from rl_trainers import A2CJoint, PPOJoint, RLTask, models
 from rl_trainers.drivers.ray_workers import RayDriver, seeds_of
 from rl_trainers.envs import EnvError
 from rl_trainers.rollout import initial_actor, unroll_host
@@ -254,6 +254,12 @@ def test_a_worker_that_cannot_be_made_is_an_error_at_once(closing):
         driver.collect()
     assert "worker 0 could not be made: it needs this package" in raised.value.__notes__[0]
     assert driver.unrolls.n_restarts == 0
+
+
+def test_a_trainer_that_lag_would_harm_is_refused():
+    algorithm = A2CJoint(RLTask("CartPole-v1"))
+    with pytest.raises(ValueError, match="algorithm: A2CJoint takes all rows for those of the newest policy"):
+        RayDriver(algorithm=algorithm)
 
 
 def test_an_address_where_nobody_is_is_refused(monkeypatch):
