@@ -14,8 +14,8 @@ from rl_trainers.drivers.driver import Observer, check_algorithm, check_fits, jo
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.off_policy import OffPolicyDriver
 from rl_trainers.drivers.replayers import Replayer, make_replayer
-from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll
-from rl_trainers.envs.host import HostEnv, make_host_env
+from rl_trainers.drivers.unrolls import AsyncUnrolls, Unroll, check_distinct
+from rl_trainers.envs.host import HostEnv, is_object, make_host_env
 from rl_trainers.supervised import check_counts
 from rl_trainers.types import Rollout
 
@@ -224,7 +224,7 @@ class AsyncOffPolicyDriver(AsyncDriver):
         seed: int = 0,
     ):
         check_algorithm(algorithm, "lock_step" if lock_step else "async")
-        sources = [(_kind(envs), envs), ("env", env), ("env_f", env_f)]
+        sources = {"envs": envs, "env": env, "env_f": env_f}
         self._envs, self._owned = _make_envs(sources, algorithm.task, num_envs, env_batch_size)
         try:
             size, n = self._envs[0].num_envs, len(self._envs)
@@ -293,43 +293,31 @@ def side_by_side(unrolls: list[Unroll]) -> tuple[Rollout, np.ndarray]:
     return Rollout(steps, last, version), np.concatenate([unroll.env_id for unroll in unrolls])
 
 
-def _kind(envs: Any) -> str:
-    """As which argument something in the place of ``envs`` is meant, as ALF has a function there."""
-    if envs is None or (isinstance(envs, Sequence) and not isinstance(envs, str)):
-        return "envs"
-    return "env_f" if callable(envs) else "env"
-
-
 def _make_envs(
-    sources: list[tuple[str, Any]], task: Any, num_envs: int | None, size: int | None
+    sources: dict[str, Any], task: Any, num_envs: int | None, size: int | None
 ) -> tuple[list[HostEnv], set[int]]:
     """The batched environments, and the ids of those that were made here."""
-    given = [(name, source) for name, source in sources if source is not None]
+    given = [name for name, source in sources.items() if source is not None]
     if len(given) > 1:
-        raise ValueError(
-            f"{given[0][0]}, {given[1][0]}: give one of envs, env and env_f, or none for the task's"
-        )
+        raise ValueError(f"{given[0]}, {given[1]}: give one of {', '.join(sources)}, or none for the task's")
     check_counts(1, num_envs=num_envs, env_batch_size=size)
-    kind, source = given[0] if given else ("", None)
-    if size is not None and kind in ("envs", "env_f"):
-        raise ValueError(f"env_batch_size: is {size}, but {kind} has its own; leave it out")
-    envs, env, env_f = (source if kind == name else None for name in ("envs", "env", "env_f"))
+    envs, env, env_f = sources.values()
+    if isinstance(envs, str) or not isinstance(envs, Sequence | None):  # ALF has a function there
+        envs, env, env_f = (None, None, envs) if callable(envs) else (None, envs, None)
+    if size is not None and given and env is None:
+        raise ValueError(f"env_batch_size: is {size}, but {given[0]} has its own; leave it out")
     makes: list[Callable[[], Any]]
     if envs is not None:
-        if not envs:
-            raise ValueError("envs: is empty; leave it out for environments like the task's")
+        check_distinct(envs)
         if num_envs not in (None, len(envs)):
             raise ValueError(f"num_envs: is {num_envs}, but envs has {len(envs)}; leave it out")
-        if len({id(each) for each in envs if hasattr(each, "step")}) < sum(hasattr(x, "step") for x in envs):
-            raise ValueError("envs: the same object is given twice, but each is stepped by its own thread")
         makes = [functools.partial(as_host, each) for each in envs]
     elif env_f is not None:
         makes = [lambda: as_host(env_f())]
     elif env is None:
         makes = [lambda: task.make_envs(size or task.env.num_envs)]
     else:
-        is_one = hasattr(env, "step") and not isinstance(env, type)
-        if is_one and num_envs not in (None, 1):
+        if is_object(env) and num_envs not in (None, 1):
             raise ValueError(
                 f"env: one object cannot be num_envs={num_envs} batches, each of which is stepped by its own "
                 "thread; pass an id or a factory, or num_envs=1"

@@ -26,7 +26,7 @@ from rl_trainers.drivers.driver import Observer, check_algorithm, check_like, ch
 from rl_trainers.drivers.metrics import StepMetric
 from rl_trainers.drivers.replayers import OneTimeReplayer, make_replayer
 from rl_trainers.drivers.unrolls import Unroll
-from rl_trainers.envs.host import HostEnv
+from rl_trainers.envs.host import HostEnv, is_object
 from rl_trainers.rollout import Episodes, initial_actor, unroll_host
 from rl_trainers.supervised import check_counts
 from rl_trainers.types import PyTree, Rollout
@@ -636,7 +636,7 @@ def _source(env: Any, env_f: Any, task: Any, size: int | None) -> tuple[Callable
         check_host(task.env)
         size = size or task.env.num_envs
         return functools.partial(task.make_more, size), size
-    if hasattr(env, "step") and not isinstance(env, type):
+    if is_object(env):
         raise ValueError(
             f"env: one object, a {type(env).__name__}, cannot be in every worker; pass an id or a factory"
         )

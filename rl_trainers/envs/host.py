@@ -75,7 +75,7 @@ def make_host_env(
         return _from_spec(find_spec(env), num_envs, time_limit, backend)
     if backend == "vector":
         raise ValueError("backend: 'vector' needs an id, env is a factory or an object; use 'sync'")
-    if _is_object(env):
+    if is_object(env):
         if num_envs != 1 or backend == "process":
             raise ValueError(
                 f"env: one environment object cannot be num_envs={num_envs}, backend={backend!r}; "
@@ -105,7 +105,7 @@ def make_eval_env(
         env = env.env_fns
     elif isinstance(env, VectorEnv):
         env = _rebuild(env) if num_envs == env.num_envs else _resize(env, num_envs)
-    elif _is_object(env):
+    elif is_object(env):
         return _from_factories([functools.partial(_rebuild, env)] * num_envs, time_limit)
     if isinstance(env, Sequence) and not isinstance(env, str):
         env = [env[i % len(env)] for i in range(num_envs)]
@@ -212,7 +212,8 @@ def _from_factories(
         ) from error
 
 
-def _is_object(env: Any) -> bool:
+def is_object(env: Any) -> bool:
+    """Whether it is an environment itself, not an id or something that makes one."""
     return not isinstance(env, type) and hasattr(env, "step") and hasattr(env, "reset")
 
 

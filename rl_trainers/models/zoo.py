@@ -302,7 +302,7 @@ class _Recurrent(nn.Module):
         cell = self._cell()
         first = cell.initialize_carry(jax.random.PRNGKey(0), (*episode.shape, x.shape[-1]))
         carry = self.variable("carry", "state", lambda: first)
-        begins = jnp.concatenate([jnp.ones_like(episode[:, :1]), episode[:, 1:] - episode[:, :-1]], 1) != 0
+        begins = jnp.concatenate([jnp.zeros_like(episode[:, :1]), episode[:, 1:] - episode[:, :-1]], 1) != 0
 
         def row(cell, state, x):
             x, begins, before = x
@@ -312,8 +312,8 @@ class _Recurrent(nn.Module):
         over_rows = nn.scan(
             row, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
         )
-        unknown = jax.tree.map(lambda s: jnp.zeros_like(s[:, 0]), carry.value)
-        state, x = over_rows(cell, unknown, (x, begins, carry.value))
+        state = jax.tree.map(lambda s: s[:, 0], carry.value)
+        state, x = over_rows(cell, state, (x, begins, carry.value))
         if self.is_mutable_collection("carry"):
             carry.value = jax.tree.map(lambda s: s[:, None], state)
         return x.reshape(-1, self.hidden_size)

@@ -239,7 +239,7 @@ def test_environments_that_were_made_are_closed_if_something_does_not_fit():
     ("settings", "message"),
     [
         ({"algorithm": None}, "algorithm: must be a trainer such as PPOJoint\\(task\\), got None"),
-        ({"envs": [FourSteps], "env": FourSteps}, "envs, env: give one of envs, env and env_f"),
+        ({"envs": [FourSteps], "env": FourSteps}, "envs, env: give one of envs, env, env_f"),
         ({"envs": []}, "envs: is empty"),
         ({"envs": 2 * [FourSteps()]}, "envs: the same object is given twice"),
         ({"observers": print}, "observers: expected a list of functions"),
@@ -258,6 +258,11 @@ def test_environments_that_were_made_are_closed_if_something_does_not_fit():
 def test_arguments_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         AsyncOffPolicyDriver(**{"algorithm": Algorithm(FourSteps)} | settings)
+
+
+def test_a_class_may_make_several_environments(closing):
+    driver = closing([FourSteps, FourSteps], Algorithm(FourSteps))
+    assert len({id(env) for env in driver._envs}) == driver.total_envs == 2
 
 
 def test_environments_in_jax_are_refused_with_the_way_out(closing):
